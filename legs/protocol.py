@@ -37,6 +37,9 @@ MARK_NAMES = ("imported", "load_start", "loaded", "ready", "warm", "first_submit
 MODEL_VARIABLE = "PARITY_MODEL"
 """Environment variable that holds the checkpoint folder: evidence itself never holds an absolute path."""
 
+SITE_VARIABLE = "PARITY_SITE"
+"""Environment variable with the folders of installed packages that the arm's search path names beside the stage (`:` between them)."""
+
 COMMON_OPTIONS = (
     "dtype", "device", "max_num_batched_tokens", "max_num_seqs", "max_model_len", "block_size", "num_blocks",
     "enable_prefix_caching", "enable_chunked_prefill", "enforce_eager", "depth", "threads", "load",
@@ -236,8 +239,8 @@ distribution's RECORD, or of the staged code), missing [distributions its metada
 name, count.  `resolved`: settings as the engine itself resolved them, at least COMMON_OPTIONS (null where it has none) and
 `attention_backend`.  `counters`: over the measured window, null where the engine does not tell: steps, mixed_steps, preemptions,
 prefix_cache_queries, prefix_cache_hits, sampler_calls {kind: n}.  `counts`: requests, prompt_tokens, output_tokens.  `files`:
-{file name: sha256}.  `sys_path`: sys.path entries, each relative to the stage as `stage:…`, to the interpreter's prefix as
-`prefix:…`, and anything else in full (a full path outside both is what the harness refuses)."""
+{file name: sha256}.  `sys_path`: sys.path entries, each relative to the stage as `stage:…`, to a declared package folder as `site:…`,
+to the interpreter's prefixes as `prefix:…` or `base:…`, and anything else in full (a full path is what the harness refuses)."""
 
 
 def check_result(result: dict[str, Any], request: LegRequest) -> None:

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import legs
 from legs.client import Delta, closed_loop
 from legs.protocol import (
-    MARKS, MODEL_VARIABLE, OUTPUTS, PROTOCOL, RESULT, TRACES, LegRequest, Marks, ProtocolError, Trace, check_result, read_corpus,
+    MARKS, MODEL_VARIABLE, OUTPUTS, PROTOCOL, RESULT, SITE_VARIABLE, TRACES, LegRequest, Marks, ProtocolError, Trace, check_result, read_corpus,
     read_request, to_json, write_atomic, write_outputs, write_traces,
 )
 
@@ -122,7 +122,8 @@ def _difference(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]
 def _relative(entry: str) -> str:
     """A sys.path entry without the machine in it: relative to the stage or the interpreter, else in full."""
     path = Path(entry).resolve() if entry else Path.cwd()
-    for name, root in (("stage", STAGE), ("prefix", Path(sys.prefix)), ("base", Path(sys.base_prefix))):
+    sites = [("site", Path(folder)) for folder in os.environ.get(SITE_VARIABLE, "").split(os.pathsep) if folder]
+    for name, root in (("stage", STAGE), *sites, ("prefix", Path(sys.prefix)), ("base", Path(sys.base_prefix))):
         if path.is_relative_to(root.resolve()):
             return f"{name}:{path.relative_to(root.resolve())}"
     return str(path)
