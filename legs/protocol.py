@@ -172,21 +172,38 @@ def read_request(folder: Path) -> LegRequest:
 def read_corpus(path: Path, expected_sha256: str | None = None) -> Corpus:
     """Read a corpus file (gzipped JSON with the fields of :class:`Corpus`).
 
-    Raises :class:`ProtocolError` when its hash is not the expected one, or an id lies outside the vocabulary.
+    Raises :class:`ProtocolError` when its hash is not the expected one, a field is missing or unknown, or :func:`check_corpus` refuses it.
     """
     data = path.read_bytes()
     found = sha256(data)
     if expected_sha256 is not None and found != expected_sha256:
         raise ProtocolError(f"{path.name}: sha256 is {found}, {expected_sha256} was asked for; the corpus changed, restore it or make a new one")
     raw = json.loads(gzip.decompress(data))
+    if wrong := sorted({field.name for field in dataclasses.fields(Corpus)} ^ raw.keys()):
+        raise ProtocolError(f"{path.name}: fields missing or unknown: {', '.join(wrong)}")
     corpus = Corpus(
         name=raw["name"], source=raw["source"], vocab_size=raw["vocab_size"],
         prompts=tuple(map(tuple, raw["prompts"])), warmup=tuple(map(tuple, raw["warmup"])),
     )
-    for prompt in (*corpus.prompts, *corpus.warmup):
-        if not prompt or min(prompt) < 0 or max(prompt) >= corpus.vocab_size:
-            raise ProtocolError(f"{path.name}: a prompt is empty or has an id outside 0..{corpus.vocab_size - 1}")
+    check_corpus(corpus)
     return corpus
+
+
+def check_corpus(corpus: Corpus) -> None:
+    """Raise :class:`ProtocolError` when an id lies outside the vocabulary, or two prompts, warm-up ones included, share their first 16 ids."""
+    heads: dict[tuple[int, ...], str] = {}
+    for kind, prompts in (("prompt", corpus.prompts), ("warm-up prompt", corpus.warmup)):
+        for index, prompt in enumerate(prompts):
+            if not prompt or min(prompt) < 0 or max(prompt) >= corpus.vocab_size:
+                raise ProtocolError(f"{corpus.name}: {kind} {index} is empty or has an id outside 0..{corpus.vocab_size - 1}")
+            here = f"{kind} {index}"
+            if (earlier := heads.setdefault(prompt[:16], here)) != here:
+                raise ProtocolError(f"{corpus.name}: {here} starts with the same 16 ids as {earlier}; a prefix cache could serve it")
+
+
+def corpus_bytes(corpus: Corpus) -> bytes:
+    """The corpus as a file: equal corpora give equal bytes."""
+    return to_gzip((json.dumps(dataclasses.asdict(corpus), sort_keys=True, separators=(",", ":")) + "\n").encode())
 
 
 def write_traces(folder: Path, traces: list[Trace]) -> str:
