@@ -1,0 +1,212 @@
+"""The `parity` command.  Each function parses, calls, prints; what it calls decides."""
+
+from __future__ import annotations
+
+import json
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from harness.series.stage import repository_root
+from harness.verdict import ExitCode
+
+app = typer.Typer(
+    no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich",
+    help="Prove, with numbers that carry their doubt, how an LLM inference engine stands against a pinned vLLM.",
+    epilog="Exit codes: 0 PASS, 1 FAIL, 2 INCONCLUSIVE, 3 VOID, 4 ERROR, 5 REFUSED (nothing ran), 64 usage, 130 interrupted (resumable).",
+)
+tokens_app = typer.Typer(no_args_is_help=True, help="Compare output token ids.")
+oracle_app = typer.Typer(no_args_is_help=True, help="The pinned vLLM builds that series are measured against.")
+app.add_typer(tokens_app, name="tokens")
+app.add_typer(oracle_app, name="oracle")
+
+out_console = Console()
+err_console = Console(stderr=True)
+
+SpecArgument = Annotated[Path, typer.Argument(metavar="SPEC", help="A series file, such as legs/series/quick.toml.")]
+SeriesArgument = Annotated[Path, typer.Argument(metavar="DIR", help="A series folder.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON for a machine to read.")]
+
+
+@app.command("run-series")
+def run_series(
+    spec: SpecArgument,
+    out: Annotated[Path | None, typer.Option(help="Folder for the evidence; must not exist. [default: series/NAME-TIME]")] = None,
+    resume: Annotated[Path | None, typer.Option(metavar="DIR", help="Go on with this interrupted series at its first incomplete block.")] = None,
+    lock: Annotated[Path | None, typer.Option(help="The machine's one lock file. [default: $PARITY_LOCK or /tmp/vllm-parity.lock]")] = None,
+    lock_timeout: Annotated[float | None, typer.Option(help="Seconds to wait for the lock. [default: wait]")] = None,
+    as_json: JsonOption = False,
+) -> int:
+    """Run a whole series under one lock and write its evidence and report."""
+    from harness.machine.lock import lock_path
+    from harness.series.runner import run_series as carry_out
+
+    if out is not None and resume is not None:
+        raise typer.BadParameter("give --out for a new series or --resume for an old one, not both")
+    stamp = datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ")
+    folder = resume or out or Path("series") / f"{spec.stem}-{stamp}"
+    summary = carry_out(repository_root(), spec, folder.absolute(), resume is not None, lock_path(lock), lock_timeout, err_console)
+    _show_summary(summary, folder, as_json)
+    return int(summary["exit_code"])
+
+
+@app.command()
+def plan(spec: SpecArgument, as_json: JsonOption = False) -> int:
+    """Print what a series would run, leg by leg, without running anything."""
+    from harness.report.terminal import plan_table
+    from harness.series.runner import prepare
+
+    made = prepare(repository_root(), spec).plan
+    if as_json:
+        print(json.dumps(made, indent=2))
+    else:
+        out_console.print(plan_table(made))
+    return ExitCode.PASS
+
+
+@app.command()
+def summarize(series: SeriesArgument, as_json: JsonOption = False) -> int:
+    """Check a series' seal, recompute its summary from the evidence and print it."""
+    from harness.report.build import summarize_series
+
+    summary = summarize_series(series)
+    _show_summary(summary, series, as_json)
+    return int(summary["exit_code"])
+
+
+@app.command()
+def report(series: SeriesArgument) -> int:
+    """Write report.md, its plots and summary.json anew from the evidence."""
+    from harness.report.build import build_report
+
+    summary = build_report(series)
+    out_console.print(f"{series / 'report.md'}", highlight=False, soft_wrap=True)
+    return int(summary["exit_code"])
+
+
+@tokens_app.command("diff")
+def tokens_diff(
+    series: SeriesArgument,
+    other: Annotated[Path | None, typer.Argument(metavar="[OTHER]", help="Another series: compare leg by leg.")] = None,
+    as_json: JsonOption = False,
+) -> int:
+    """Name the first request and position at which outputs differ; exit 1 unless all are equal."""
+    from harness.analysis.tokens import diff_dirs, diff_series
+
+    found = diff_series(series) if other is None else diff_dirs(series, other)
+    if as_json:
+        print(json.dumps(found, indent=2))
+    else:
+        for line in found["lines"]:
+            out_console.print(line, markup=False, highlight=False, soft_wrap=True)
+    return ExitCode.PASS if found["identical"] else ExitCode.FAIL
+
+
+@oracle_app.command("install")
+def oracle_install(name: Annotated[str, typer.Argument(help="An oracle of `parity oracle list`.")]) -> int:
+    """Build an oracle's own environment from its lock file; does nothing when it is there already."""
+    from harness.oracle import install_oracle, load_oracle
+
+    root = repository_root()
+    install_oracle(load_oracle(name, root), root, lambda line: err_console.print(line, markup=False, highlight=False))
+    return ExitCode.PASS
+
+
+@oracle_app.command("list")
+def oracle_list(as_json: JsonOption = False) -> int:
+    """List the oracles and whether each is installed."""
+    from harness.oracle import describe_oracle, list_oracles
+
+    root = repository_root()
+    rows = [describe_oracle(oracle, root) for oracle in list_oracles(root)]
+    if as_json:
+        print(json.dumps(rows, indent=2))
+    else:
+        for row in rows:
+            state = "installed" if row["installed"] else "not installed"
+            out_console.print(f"{row['name']}: {row['distribution']} {row['version']}, {state}", highlight=False)
+    return ExitCode.PASS
+
+
+@oracle_app.command("show")
+def oracle_show(name: Annotated[str, typer.Argument(help="An oracle of `parity oracle list`.")], as_json: JsonOption = False) -> int:
+    """Print what an oracle is pinned to."""
+    from harness.oracle import describe_oracle, load_oracle
+
+    root = repository_root()
+    described = describe_oracle(load_oracle(name, root), root)
+    if as_json:
+        print(json.dumps(described, indent=2))
+    else:
+        for field, value in described.items():
+            out_console.print(f"{field}: {value}", markup=False, highlight=False)
+    return ExitCode.PASS
+
+
+@app.command()
+def doctor(as_json: JsonOption = False) -> int:
+    """Say whether this machine can run a series now, and what to do where it cannot."""
+    from harness.doctor import examine
+
+    findings = examine(repository_root())
+    if as_json:
+        print(json.dumps(findings, indent=2))
+    else:
+        for finding in findings:
+            out_console.print(f"{'ok  ' if finding['ok'] else 'MISS'} {finding['name']}: {finding['detail']}", markup=False, highlight=False)
+    return ExitCode.PASS if all(finding["ok"] for finding in findings) else ExitCode.REFUSED
+
+
+def _show_summary(summary: dict[str, Any], series: Path, as_json: bool) -> None:
+    from harness.report.terminal import print_summary
+
+    if as_json:
+        print(json.dumps(summary, indent=2))
+    else:
+        print_summary(summary, series, out_console)
+
+
+def main() -> None:
+    """Entry point: run the command and turn every expected failure into one line and its exit code."""
+    sys.exit(_run(sys.argv[1:]))
+
+
+def _run(arguments: list[str]) -> int:
+    import click
+
+    from harness.evidence.schema import EvidenceError
+    from harness.evidence.store import BrokenSeal
+    from harness.machine.lock import LockError
+    from harness.oracle import OracleError
+    from harness.series.runner import CannotResume, Refused
+    from harness.strict import SpecError
+
+    def fail(code: ExitCode, text: str) -> int:
+        err_console.print(f"{code.name}: {text}", markup=False, highlight=False, soft_wrap=True)
+        return code
+
+    try:
+        returned = app(arguments, standalone_mode=False)
+        return int(returned or 0)
+    except click.exceptions.NoArgsIsHelpError as error:
+        error.show()
+        return ExitCode.USAGE
+    except click.ClickException as error:
+        error.show()
+        return ExitCode.USAGE
+    except SpecError as error:
+        return fail(ExitCode.USAGE, str(error))
+    except (Refused, OracleError, LockError) as error:
+        return fail(ExitCode.REFUSED, str(error))
+    except (CannotResume, EvidenceError, BrokenSeal, FileExistsError) as error:
+        return fail(ExitCode.ERROR, str(error))
+    except (KeyboardInterrupt, click.Abort):
+        return fail(ExitCode.INTERRUPTED, "interrupted; go on with `parity run-series SPEC --resume DIR`")
+
+
+if __name__ == "__main__":
+    main()

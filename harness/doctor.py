@@ -1,0 +1,94 @@
+"""`parity doctor`: what this machine lacks for a series, and the cure."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from harness.machine.gpu import read_gpus
+from harness.machine.idle import IdleLimits, check_idle
+from harness.machine.identity import repository_record
+from harness.machine.lock import LockBusy, LockError, SeriesLock, lock_path
+from harness.oracle import describe_oracle, list_oracles
+from harness.series.model import LISTING, models_folder
+
+FREE_DISK_GIB = 5
+"""An oracle environment is about 2 GiB, a series with its stage a few MiB."""
+
+
+def examine(root: Path) -> list[dict[str, Any]]:
+    """Findings {name, ok, detail}, in the order a newcomer would mend them.  Runs no leg and leaves nothing behind."""
+    checks: list[tuple[str, Callable[[Path], tuple[bool, str]]]] = [
+        ("system", _system), ("disk", _disk), ("memory accounting", _smaps), ("gpu", _gpu), ("lock", _lock), ("idle", _idle),
+        ("oracles", _oracles), ("models", _models), ("tree", _tree),
+    ]
+    findings = []
+    for name, check in checks:
+        ok, detail = check(root)
+        findings.append({"name": name, "ok": ok, "detail": detail})
+    return findings
+
+
+def _system(_: Path) -> tuple[bool, str]:
+    found = f"{platform.system()} {platform.machine()}, Python {platform.python_version()}"
+    return platform.system() == "Linux", found if platform.system() == "Linux" else f"{found}: series run on Linux only (flock, /proc)"
+
+
+def _disk(root: Path) -> tuple[bool, str]:
+    free = shutil.disk_usage(root).free / 2**30
+    return free >= FREE_DISK_GIB, f"{free:.0f} GiB free, {FREE_DISK_GIB} are needed"
+
+
+def _smaps(_: Path) -> tuple[bool, str]:
+    try:
+        text = Path("/proc/self/smaps_rollup").read_text(encoding="ascii")
+    except OSError as error:
+        return False, f"/proc/self/smaps_rollup is unreadable ({error.strerror}): memory legs would be void; a kernel of 4.14 or newer is needed"
+    return "Pss:" in text, "smaps_rollup is readable" if "Pss:" in text else "smaps_rollup has no Pss: memory legs would be void"
+
+
+def _gpu(_: Path) -> tuple[bool, str]:
+    gpus = read_gpus()
+    if gpus is None:
+        return True, "no NVIDIA driver: CPU series only"
+    return True, "; ".join(f"{gpu.index}: {gpu.name}, utilisation {gpu.utilisation} %" for gpu in gpus)
+
+
+def _lock(_: Path) -> tuple[bool, str]:
+    try:
+        path = lock_path(None)
+        with SeriesLock(path, "parity doctor") as lock:
+            lock.acquire(0.0)
+    except (LockBusy, LockError) as error:
+        return False, str(error)
+    return True, f"{path} is free"
+
+
+def _idle(_: Path) -> tuple[bool, str]:
+    found = check_idle(IdleLimits(wait_max_s=0.0), {os.getpid()}, None)
+    return found["ok"], "idle" if found["ok"] else "; ".join(found["reasons"])
+
+
+def _oracles(root: Path) -> tuple[bool, str]:
+    rows = [describe_oracle(oracle, root) for oracle in list_oracles(root)]
+    installed = [row["name"] for row in rows if row["installed"]]
+    missing = ", ".join(row["name"] for row in rows if not row["installed"])
+    if installed:
+        return True, f"installed: {', '.join(installed)}" + (f"; not installed: {missing}" if missing else "")
+    return False, f"none installed of {missing}; run `parity oracle install NAME`"
+
+
+def _models(root: Path) -> tuple[bool, str]:
+    found = sorted(path.parent.name for path in models_folder(root).glob(f"*/{LISTING}"))
+    return bool(found), ", ".join(found) or f"no checkpoint in {models_folder(root).name}; run `make model`"
+
+
+def _tree(root: Path) -> tuple[bool, str]:
+    record = repository_record(root)
+    if record["head"] is None:
+        return True, "not a git checkout: series made here are non-binding"
+    return True, f"commit {record['head'][:12]}" + (", with changes: series made here are non-binding" if record["dirty"] else "")

@@ -1,0 +1,62 @@
+"""How an arm's process is started: its interpreter, its search path and its environment, each of them exactly what is declared."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from harness.oracle import Oracle, oracle_python
+from legs.protocol import MODEL_VARIABLE, SITE_VARIABLE
+
+PASSED = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "LD_LIBRARY_PATH", "CUDA_VISIBLE_DEVICES")
+"""Variables that reach an arm from the shell.  Nothing else does: a stray toggle cannot change a measured arm."""
+
+FIXED = {
+    "PYTHONDONTWRITEBYTECODE": "1",  # the staged copy is evidence: an arm must not write into it
+    "PYTHONHASHSEED": "0",
+    "PYTHONNOUSERSITE": "1",
+    "PYTHONUNBUFFERED": "1",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """A command ready to start; `shown` is the same without this machine's paths, for the record."""
+
+    argv: list[str]
+    environment: dict[str, str]
+    shown: list[str]
+
+
+def launch(arm: Mapping[str, Any], stage: Path, model: Path, oracle: Oracle | None, root: Path) -> Launch:
+    """The command of one arm of the plan (an entry of its `arms`).
+
+    Our arms run in this interpreter with `-S`: a development install puts the repository on the search path by a `.pth` file, and an
+    arm must see the staged copy only.
+    """
+    module = f"legs.drivers.{arm['driver']}"
+    if oracle is None:
+        python, flags, sites = sys.executable, ["-S", "-P"], package_folders()
+    else:
+        python, flags, sites = str(oracle_python(oracle, root)), ["-P"], []
+    environment = {name: os.environ[name] for name in PASSED if name in os.environ}
+    environment |= {**FIXED, **arm["environment"]}
+    environment["PYTHONPATH"] = os.pathsep.join([str(stage), *sites])
+    environment[SITE_VARIABLE] = os.pathsep.join(sites)
+    environment[MODEL_VARIABLE] = str(model)
+    return Launch(argv=[python, *flags, "-m", module], environment=environment,
+                  shown=[oracle.name if oracle else "self", *flags, "-m", module])
+
+
+def package_folders() -> list[str]:
+    """The folders of installed packages on this interpreter's own search path."""
+    return [entry for entry in sys.path if Path(entry).name in ("site-packages", "dist-packages")]
+
+
+def foreign_paths(sys_path: list[str]) -> list[str]:
+    """Entries of an arm's reported search path that lie outside the stage, the interpreter and the declared package folders."""
+    return [entry for entry in sys_path if entry.split(":", 1)[0] not in ("stage", "site", "prefix", "base")]

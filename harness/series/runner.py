@@ -1,0 +1,249 @@
+"""A plan carried out: one lock, correctness first, warm-ups, then blocks with their retries; sealed evidence and a report at the end."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from harness.evidence import layout, store
+from harness.machine.idle import IdleLimits, check_idle
+from harness.machine.identity import machine_record, repository_record
+from harness.machine.lock import LockBusy, LockError, SeriesLock
+from harness.oracle import Oracle, OracleError, load_oracle, oracle_python
+from harness.report.build import build_report
+from harness.series import gate
+from harness.series.leg import Context, LegPlace, run_leg
+from harness.series.model import ModelError, check_model
+from harness.series.plan import corpus_path, leg_name, make_plan, read_reference
+from harness.series.progress import Progress
+from harness.series.spec import Spec, load_spec
+from harness.series.stage import StageError, code_sha256, stage
+from harness.strict import SpecError
+from legs.protocol import ProtocolError, read_corpus, read_outputs, to_json, write_atomic
+
+SCHEMA = 1
+
+
+class Refused(Exception):
+    """Nothing ran; the message says why and what to do."""
+
+
+class CannotResume(Exception):
+    """The series folder is not one that this plan can go on with."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """A spec with everything it names found and checked."""
+
+    spec: Spec
+    spec_bytes: bytes
+    plan: dict[str, Any]
+    oracles: dict[str, Oracle]
+    reference: dict[int, list[int]]
+
+
+def prepare(root: Path, spec_path: Path) -> Prepared:
+    """Read a spec, its oracles and its reference, and make the plan.  Runs nothing and needs no model and no lock."""
+    spec = load_spec(spec_path)
+    oracles = {arm.oracle: load_oracle(arm.oracle, root) for arm in spec.arms.values() if arm.oracle}
+    reference = read_reference(root, spec, spec_path.name)
+    spec_bytes = spec_path.read_bytes()
+    plan = make_plan(spec, spec_bytes, {name: oracle.environment for name, oracle in oracles.items()}, len(reference))
+    return Prepared(spec=spec, spec_bytes=spec_bytes, plan=plan, oracles=oracles, reference=reference)
+
+
+def run_series(
+    root: Path, spec_path: Path, out: Path, resume: bool, lock_path: Path, lock_timeout_s: float | None, console: Console
+) -> dict[str, Any]:
+    """Carry a series out into `out` and return its summary.
+
+    Raises :class:`Refused` when nothing ran, :class:`SpecError` for a wrong spec, :class:`CannotResume`; KeyboardInterrupt leaves a series
+    that `resume` continues at its first incomplete block.
+    """
+    prepared = prepare(root, spec_path)
+    plan, spec = prepared.plan, prepared.spec
+    try:
+        model, model_record = check_model(root, spec.model)
+        lengths = _prompt_lengths(root, spec, spec_path.name)
+        for oracle in prepared.oracles.values():
+            oracle_python(oracle, root)
+    except (ModelError, OracleError, ProtocolError) as error:
+        raise Refused(str(error)) from None
+    if out.exists() != resume:
+        raise Refused(f"{out}: exists already; choose another --out, or --resume it" if out.exists() else f"{out}: there is no series to resume")
+    lock = SeriesLock(lock_path, f"parity run-series {spec_path.name}")
+    try:
+        lock.acquire(lock_timeout_s)
+    except (LockBusy, LockError) as error:
+        raise Refused(str(error)) from None
+    try:
+        idle = check_idle(IdleLimits(**plan["idle"]), {os.getpid()}, None)
+        if not idle["ok"]:
+            raise Refused("the machine is not idle: " + "; ".join(idle["reasons"]))
+        (_reopen if resume else _begin)(root, out, prepared, model_record)
+        _note_lock(out, "acquired", lock.record())
+        try:
+            stages = {driver: stage(root, driver, out) for driver in {arm["driver"] for arm in plan["arms"]}}
+        except StageError as error:
+            raise CannotResume(str(error)) from None
+        legs = len(plan["legs"]) + len(plan["warmup"]) + len((plan["correctness"] or {"legs": []})["legs"])
+        context = Context(
+            root=root, series=out, plan=plan, model=model, oracles=prepared.oracles, stages=stages, lock=lock,
+            progress=Progress(console, legs), own_roots={os.getpid()}, prompt_lengths=lengths,
+        )
+        _carry_out(context, prepared)
+        _note_lock(out, "released", lock.record())
+        store.record(out, "lock.jsonl")
+        store.seal(out)
+    finally:
+        lock.release()
+    return build_report(out)
+
+
+def _prompt_lengths(root: Path, spec: Spec, file: str) -> list[int]:
+    corpus = read_corpus(root / corpus_path(spec.workload.corpus), spec.workload.corpus_sha256)
+    lengths = [len(prompt) for prompt in corpus.prompts]
+    total = sum(lengths[: spec.workload.requests])
+    if len(lengths) < spec.workload.requests or total != spec.workload.prompt_tokens:
+        raise SpecError(file, "workload.prompt_tokens", spec.workload.prompt_tokens,
+                        f"the first {spec.workload.requests} of {len(lengths)} prompts hold {total} ids")
+    return lengths
+
+
+def _begin(root: Path, out: Path, prepared: Prepared, model_record: dict[str, Any]) -> None:
+    drivers = {arm["driver"] for arm in prepared.plan["arms"]}
+    store.create_series(out)
+    write_atomic(out / "spec.toml", prepared.spec_bytes)
+    write_atomic(out / "plan.json", to_json(prepared.plan))
+    write_atomic(out / "series.json", to_json({
+        "schema": SCHEMA, "name": prepared.spec.name, "plan_digest": prepared.plan["digest"], "machine": machine_record(),
+        "repository": repository_record(root), "model": model_record, "python": sys.version.split()[0],
+        "code_sha256": {driver: code_sha256(root, driver) for driver in sorted(drivers)},
+        "harness_sha256": code_sha256(root, "harness"),
+    }))
+    store.record(out, ["spec.toml", "plan.json", "series.json"])
+    for driver in sorted(drivers):
+        folder, _ = stage(root, driver, out)
+        store.record_tree(out, str(folder.relative_to(out)))
+
+
+def _reopen(root: Path, out: Path, prepared: Prepared, model_record: dict[str, Any]) -> None:
+    """Check that `out` is this plan's series, unsealed and unharmed, on this boot of this machine, with this code."""
+    try:
+        store.check_seal(out, require_sealed=False)
+        plan = json.loads((out / "plan.json").read_bytes())
+        series = json.loads((out / "series.json").read_bytes())
+    except (store.BrokenSeal, OSError, ValueError) as error:
+        raise CannotResume(f"{out}: {error}") from None
+    if store.is_sealed(out):
+        raise CannotResume(f"{out}: this series is complete and sealed; read it with `parity report`")
+    if plan["digest"] != prepared.plan["digest"]:
+        raise CannotResume(f"{out}: was begun under plan {plan['digest'][:12]}, the spec now gives {prepared.plan['digest'][:12]}; begin a new series")
+    now = machine_record()
+    for name in ("host", "boot_id"):
+        if series["machine"][name] != now[name]:
+            raise CannotResume(f"{out}: was begun on {name} {series['machine'][name]}, this is {now[name]}; begin a new series")
+    for driver, wanted in series["code_sha256"].items():
+        if (found := code_sha256(root, driver)) != wanted:
+            raise CannotResume(f"{out}: was begun with code {wanted[:12]} for {driver}, the tree now holds {found[:12]}; begin a new series")
+    if series["model"] != model_record:
+        raise CannotResume(f"{out}: was begun with another checkpoint; begin a new series")
+
+
+def _note_lock(out: Path, event: str, record: dict[str, Any]) -> None:
+    with (out / "lock.jsonl").open("a", encoding="utf-8") as sink:
+        sink.write(json.dumps({"event": event, **record}, sort_keys=True) + "\n")
+
+
+def _carry_out(context: Context, prepared: Prepared) -> None:
+    plan = context.plan
+    if plan["correctness"] is not None:
+        gate_folder = _block(context, "correctness", 0, plan["correctness"]["arms"])
+        if gate_folder is None or not _gate(context, prepared, gate_folder):
+            return
+    if _block(context, "warmup", 0, [leg["arm"] for leg in plan["warmup"]]) is None:
+        return
+    for block in plan["blocks"]:
+        if _block(context, block["phase"], block["repetition"], block["order"]) is None:
+            return
+
+
+def _gate(context: Context, prepared: Prepared, folder: Path) -> bool:
+    path = context.series / layout.GATE
+    if not path.exists():
+        outputs = {arm: read_outputs(folder / arm) for arm in context.plan["correctness"]["arms"]}
+        decision = gate.decide(prepared.reference, outputs, context.plan["correctness"]["reference_sha256"])
+        write_atomic(path, to_json(decision))
+        store.record(context.series, layout.GATE)
+    decision = json.loads(path.read_bytes())
+    context.progress.say(gate.sentence(decision))
+    return bool(decision["ok"])
+
+
+def _block(context: Context, phase: str, repetition: int, order: list[str]) -> Path | None:
+    """Run a block until an attempt is ok, at most `retries` times again; None when none was.  A block already there is kept."""
+    tries = context.plan["retries"] + 1
+    used = attempt = 0
+    while True:
+        attempt += 1
+        folder = layout.block_folder(context.series, phase, repetition, attempt)
+        if not folder.exists():
+            if used == tries:
+                context.progress.say(f"{phase} {repetition or ''}: gave up after {tries} attempts")
+                return None
+            if used:
+                context.progress.more(len(order))
+            status = _attempt(context, phase, repetition, attempt, order, folder)
+        else:
+            status = _past_attempt(context, phase, repetition, attempt, order, folder)
+        if status == "ok":
+            return folder
+        used += status != "interrupted"
+
+
+def _attempt(context: Context, phase: str, repetition: int, attempt: int, order: list[str], folder: Path) -> str:
+    status, reasons = "interrupted", ["the runner was interrupted"]
+    try:
+        for position, arm in enumerate(order):
+            name = leg_name(phase, repetition, arm) if repetition else f"{phase}-{arm}"
+            place = LegPlace(name=name, phase=phase, repetition=repetition, attempt=attempt, order=position, arm=arm)
+            record = run_leg(context, place, folder / arm)
+            status, reasons = record["status"], [f"{name}: {reason}" for reason in record["reasons"]]
+            if status != "ok":
+                context.progress.skip(len(order) - position - 1)
+                break
+        else:
+            reasons = []
+    except BaseException:
+        status, reasons = "interrupted", ["the runner was interrupted"]
+        raise
+    finally:
+        _close_block(context, phase, repetition, attempt, order, folder, status, reasons)
+    return status
+
+
+def _past_attempt(context: Context, phase: str, repetition: int, attempt: int, order: list[str], folder: Path) -> str:
+    """The status of an attempt of an earlier run; one that was cut off without a record is recorded as interrupted."""
+    if not (folder / layout.BLOCK).exists():
+        _close_block(context, phase, repetition, attempt, order, folder, "interrupted", ["the runner ended without a word"])
+    status: str = json.loads((folder / layout.BLOCK).read_bytes())["status"]
+    if status == "ok":
+        context.progress.skip(len(order))
+    return status
+
+
+def _close_block(
+    context: Context, phase: str, repetition: int, attempt: int, order: list[str], folder: Path, status: str, reasons: list[str]
+) -> None:
+    run = [arm for arm in order if (folder / arm).exists()]
+    write_atomic(folder / layout.BLOCK, to_json({
+        "schema": SCHEMA, "phase": phase, "repetition": repetition, "attempt": attempt, "order": run, "status": status, "reasons": reasons,
+    }))
+    store.record_tree(context.series, str(folder.relative_to(context.series)))
