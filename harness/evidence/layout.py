@@ -1,6 +1,6 @@
 """Where everything lies inside a series directory: writer and reader share these names, so they cannot drift apart.
 
-docs/ARCHITECTURE.md shows the tree.
+docs/ARCHITECTURE.md shows the tree.  Repetitions and attempts count from 1.
 """
 
 from __future__ import annotations
@@ -17,28 +17,43 @@ SUMMARY, REPORT, PLOTS, LOGS = "summary.json", "report.md", "plots", "logs"
 DERIVED = frozenset({SUMMARY, REPORT, PLOTS, LOGS})
 """Top-level names that are no evidence: rebuilt at will, or kept for people.  The manifest knows nothing of them."""
 
+ATTEMPT = "attempt-"
+
 
 def block_name(phase: str, repetition: int) -> str:
     return f"{phase}-{repetition}"
 
 
 def leg_name(phase: str, repetition: int, arm: str) -> str:
-    """The name of a leg in plan.json and leg.json, such as `performance-2-on`."""
-    return f"{phase}-{repetition}-{arm}"
+    """The name of a leg in plan.json and leg.json, such as `performance-2-on`; warm-up and correctness legs have no repetition."""
+    return f"{phase}-{arm}" if phase in (WARMUP, CORRECTNESS) else f"{phase}-{repetition}-{arm}"
+
+
+def attempts_folder(series: Path, phase: str, repetition: int) -> Path:
+    """The folder that holds all attempts of a block.  Warm-up and correctness are one block each; their `repetition` is not looked at."""
+    return series / phase if phase in (WARMUP, CORRECTNESS) else series / BLOCKS / block_name(phase, repetition)
 
 
 def block_folder(series: Path, phase: str, repetition: int, attempt: int) -> Path:
-    """Repetitions and attempts count from 1."""
-    return series / BLOCKS / block_name(phase, repetition) / f"attempt-{attempt}"
+    """One attempt of a block."""
+    return attempts_folder(series, phase, repetition) / f"{ATTEMPT}{attempt}"
 
 
 def leg_folder(series: Path, phase: str, repetition: int, attempt: int, arm: str) -> Path:
     return block_folder(series, phase, repetition, attempt) / arm
 
 
-def warmup_folder(series: Path, arm: str) -> Path:
-    return series / WARMUP / arm
+def warmup_folder(series: Path, arm: str, attempt: int = 1) -> Path:
+    return leg_folder(series, WARMUP, 1, attempt, arm)
 
 
-def correctness_folder(series: Path, arm: str) -> Path:
-    return series / CORRECTNESS / arm
+def correctness_folder(series: Path, arm: str, attempt: int = 1) -> Path:
+    return leg_folder(series, CORRECTNESS, 1, attempt, arm)
+
+
+def attempts(series: Path, phase: str, repetition: int) -> list[int]:
+    """The attempts that exist on disk, in order."""
+    folder = attempts_folder(series, phase, repetition)
+    if not folder.is_dir():
+        return []
+    return sorted(int(entry.name.removeprefix(ATTEMPT)) for entry in folder.iterdir() if entry.name.removeprefix(ATTEMPT).isdigit())

@@ -40,7 +40,7 @@ def create_series(path: Path) -> None:
     for parent in reversed(path.parents):
         if parent.is_symlink() or (parent.exists() and not parent.is_dir()):
             kind = "a symbolic link" if parent.is_symlink() else "not a directory"
-            raise FileExistsError(errno.EEXIST, f"is {kind}; a series is created below plain directories only, give the real path", str(parent))
+            raise FileExistsError(errno.EEXIST, f"is {kind}; a series lies below plain directories, give the real path", str(parent))
         parent.mkdir(exist_ok=True)
     if path.exists() or path.is_symlink():
         raise FileExistsError(errno.EEXIST, "exists already; a series is written once, choose another --out or --resume it", str(path))
