@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 
 from harness.series.stage import repository_root
-from harness.verdict import ExitCode
+from harness.verdict import Exit
 
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich",
@@ -36,7 +36,7 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON for a machi
 def run_series(
     spec: SpecArgument,
     out: Annotated[Path | None, typer.Option(help="Folder for the evidence; must not exist. [default: series/NAME-TIME]")] = None,
-    resume: Annotated[Path | None, typer.Option(metavar="DIR", help="Go on with this interrupted series at its first incomplete block.")] = None,
+    resume: Annotated[Path | None, typer.Option(metavar="DIR", help="Go on with this series at its first incomplete block.")] = None,
     lock: Annotated[Path | None, typer.Option(help="The machine's one lock file. [default: $PARITY_LOCK or /tmp/vllm-parity.lock]")] = None,
     lock_timeout: Annotated[float | None, typer.Option(help="Seconds to wait for the lock. [default: wait]")] = None,
     as_json: JsonOption = False,
@@ -65,7 +65,7 @@ def plan(spec: SpecArgument, as_json: JsonOption = False) -> int:
         print(json.dumps(made, indent=2))
     else:
         out_console.print(plan_table(made))
-    return ExitCode.PASS
+    return Exit.PASS
 
 
 @app.command()
@@ -103,7 +103,7 @@ def tokens_diff(
     else:
         for line in found["lines"]:
             out_console.print(line, markup=False, highlight=False, soft_wrap=True)
-    return ExitCode.PASS if found["identical"] else ExitCode.FAIL
+    return Exit.PASS if found["identical"] else Exit.FAIL
 
 
 @oracle_app.command("install")
@@ -113,7 +113,7 @@ def oracle_install(name: Annotated[str, typer.Argument(help="An oracle of `parit
 
     root = repository_root()
     install_oracle(load_oracle(name, root), root, lambda line: err_console.print(line, markup=False, highlight=False))
-    return ExitCode.PASS
+    return Exit.PASS
 
 
 @oracle_app.command("list")
@@ -129,7 +129,7 @@ def oracle_list(as_json: JsonOption = False) -> int:
         for row in rows:
             state = "installed" if row["installed"] else "not installed"
             out_console.print(f"{row['name']}: {row['distribution']} {row['version']}, {state}", highlight=False)
-    return ExitCode.PASS
+    return Exit.PASS
 
 
 @oracle_app.command("show")
@@ -144,7 +144,7 @@ def oracle_show(name: Annotated[str, typer.Argument(help="An oracle of `parity o
     else:
         for field, value in described.items():
             out_console.print(f"{field}: {value}", markup=False, highlight=False)
-    return ExitCode.PASS
+    return Exit.PASS
 
 
 @app.command()
@@ -157,8 +157,9 @@ def doctor(as_json: JsonOption = False) -> int:
         print(json.dumps(findings, indent=2))
     else:
         for finding in findings:
-            out_console.print(f"{'ok  ' if finding['ok'] else 'MISS'} {finding['name']}: {finding['detail']}", markup=False, highlight=False)
-    return ExitCode.PASS if all(finding["ok"] for finding in findings) else ExitCode.REFUSED
+            line = f"{'ok  ' if finding['ok'] else 'MISS'} {finding['name']}: {finding['detail']}"
+            out_console.print(line, markup=False, highlight=False, soft_wrap=True)
+    return Exit.PASS if all(finding["ok"] for finding in findings) else Exit.REFUSED
 
 
 def _show_summary(summary: dict[str, Any], series: Path, as_json: bool) -> None:
@@ -185,7 +186,7 @@ def _run(arguments: list[str]) -> int:
     from harness.series.runner import CannotResume, Refused
     from harness.strict import SpecError
 
-    def fail(code: ExitCode, text: str) -> int:
+    def fail(code: Exit, text: str) -> int:
         err_console.print(f"{code.name}: {text}", markup=False, highlight=False, soft_wrap=True)
         return code
 
@@ -194,18 +195,18 @@ def _run(arguments: list[str]) -> int:
         return int(returned or 0)
     except click.exceptions.NoArgsIsHelpError as error:
         error.show()
-        return ExitCode.USAGE
+        return Exit.USAGE
     except click.ClickException as error:
         error.show()
-        return ExitCode.USAGE
+        return Exit.USAGE
     except SpecError as error:
-        return fail(ExitCode.USAGE, str(error))
+        return fail(Exit.USAGE, str(error))
     except (Refused, OracleError, LockError) as error:
-        return fail(ExitCode.REFUSED, str(error))
+        return fail(Exit.REFUSED, str(error))
     except (CannotResume, EvidenceError, BrokenSeal, FileExistsError) as error:
-        return fail(ExitCode.ERROR, str(error))
+        return fail(Exit.ERROR, str(error))
     except (KeyboardInterrupt, click.Abort):
-        return fail(ExitCode.INTERRUPTED, "interrupted; go on with `parity run-series SPEC --resume DIR`")
+        return fail(Exit.INTERRUPTED, "interrupted; go on with `parity run-series SPEC --resume DIR`")
 
 
 if __name__ == "__main__":

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from harness.machine.gpu import read_gpus
-from harness.machine.idle import IdleLimits, check_idle
 from harness.machine.identity import repository_record
+from harness.machine.idle import IdleLimits, check_idle
 from harness.machine.lock import LockBusy, LockError, SeriesLock, lock_path
 from harness.oracle import describe_oracle, list_oracles
 from harness.series.model import LISTING, models_folder
@@ -47,7 +47,7 @@ def _smaps(_: Path) -> tuple[bool, str]:
     try:
         text = Path("/proc/self/smaps_rollup").read_text(encoding="ascii")
     except OSError as error:
-        return False, f"/proc/self/smaps_rollup is unreadable ({error.strerror}): memory legs would be void; a kernel of 4.14 or newer is needed"
+        return False, f"/proc/self/smaps_rollup is unreadable ({error.strerror}): memory legs would be void; use Linux 4.14 or newer"
     return "Pss:" in text, "smaps_rollup is readable" if "Pss:" in text else "smaps_rollup has no Pss: memory legs would be void"
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-SPEC, PLAN, SERIES, LOCK = "spec.toml", "plan.json", "series.json", "lock.jsonl"
+SPEC, PLAN, SERIES, LOCK = "spec.toml", "plan.json", "series.json", "lock"
 MANIFEST = "manifest.jsonl"
 STAGE, CORRECTNESS, WARMUP, BLOCKS = "stage", "correctness", "warmup", "blocks"
 GATE = "gate.json"

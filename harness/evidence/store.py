@@ -75,6 +75,16 @@ def record_tree(series: Path, relative_folder: str) -> None:
     record(series, sorted(_walk(series, folder)))
 
 
+def unrecorded(series: Path) -> list[str]:
+    """Names of evidence files that the manifest does not hold yet, sorted: what a crash left between writing and recording."""
+    known = read_manifest(series).files
+    return [name for name in _walk(series, series) if name not in known and name != MANIFEST]
+
+
+def is_sealed(series: Path) -> bool:
+    return read_manifest(series).sealed
+
+
 def seal(series: Path) -> None:
     """Append the line that closes the manifest, after proving that every evidence file is recorded and unchanged."""
     check_seal(series, require_sealed=False)
@@ -98,9 +108,8 @@ def check_seal(series: Path, require_sealed: bool = True) -> None:
         if (digest, size) != (entry["sha256"], entry["bytes"]):
             raise BrokenSeal(f"{name}: changed since it was recorded (sha256 {digest[:12]}, {size} bytes; "
                              f"recorded {entry['sha256'][:12]}, {entry['bytes']} bytes)")
-    for name in _walk(series, series):
-        if name not in manifest.files and name != MANIFEST:
-            raise BrokenSeal(f"{name}: is not in the manifest; evidence holds recorded files only")
+    if extra := unrecorded(series):
+        raise BrokenSeal(f"{extra[0]}: is not in the manifest; evidence holds recorded files only")
 
 
 def read_manifest(series: Path) -> Manifest:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -9,7 +10,18 @@ from typing import Any
 
 from harness.series.arms import foreign_paths
 from legs.protocol import (
-    MARK_NAMES, OUTPUTS, RESULT, TRACES, LegRequest, ProtocolError, Trace, check_result, read_marks, read_outputs, read_traces, sha256,
+    MARK_NAMES,
+    OUTPUTS,
+    RESULT,
+    TRACES,
+    LegRequest,
+    ProtocolError,
+    Trace,
+    check_result,
+    read_marks,
+    read_outputs,
+    read_traces,
+    sha256,
 )
 
 
@@ -29,7 +41,9 @@ def read_result(folder: Path, request: LegRequest) -> dict[str, Any]:
     return result
 
 
-def broken_contract(folder: Path, request: LegRequest, result: Mapping[str, Any], declared: Mapping[str, Any], prompt_tokens: int) -> list[str]:
+def broken_contract(
+    folder: Path, request: LegRequest, result: Mapping[str, Any], declared: Mapping[str, Any], prompt_tokens: int
+) -> list[str]:
     """Reasons to call the leg failed: it did other work than asked, ran other code, or resolved other options than declared."""
     traces, outputs = read_traces(folder), read_outputs(folder)
     reasons = [
@@ -38,7 +52,7 @@ def broken_contract(folder: Path, request: LegRequest, result: Mapping[str, Any]
         if result["resolved"].get(name) != value
     ]
     if outside := foreign_paths(result["sys_path"]):
-        reasons.append(f"the arm could import from outside its stage: {len(outside)} search path entries, the first named {Path(outside[0]).name}")
+        reasons.append(f"the arm could import from outside its stage: {len(outside)} search path entries, one of them {Path(outside[0]).name}")
     reasons += wrong_counts(request, result["counts"], traces, outputs, prompt_tokens)
     reasons += wrong_times(folder, traces)
     return reasons
@@ -72,12 +86,12 @@ def wrong_times(folder: Path, traces: Sequence[Trace]) -> list[str]:
     marks = {line["mark"]: line["t_ns"] for line in read_marks(folder)}
     if missing := [name for name in MARK_NAMES if name not in marks]:
         return [f"marks missing: {', '.join(missing)}"]
-    times = [marks[name] for name in MARK_NAMES]
-    reasons = [] if times == sorted(times) else [f"marks are out of order: {', '.join(f'{n} {t}' for n, t in zip(MARK_NAMES, times, strict=True))}"]
+    late = [f"{after} before {before}" for before, after in itertools.pairwise(MARK_NAMES) if marks[after] < marks[before]]
+    reasons = [f"marks are out of order: {', '.join(late)}"] if late else []
     for trace in traces:
         stamps = [t for t, _ in trace.stamps]
         inside = trace.scheduled_ns <= trace.submitted_ns < stamps[0] and stamps[-1] <= trace.end_ns if stamps else False
-        if not inside or any(a >= b for a, b in zip(stamps, stamps[1:], strict=False)):
+        if not inside or any(a >= b for a, b in itertools.pairwise(stamps)):
             reasons.append(f"request {trace.index}: its times are not strictly increasing from submission to end")
     return reasons
 

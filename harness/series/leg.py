@@ -78,8 +78,8 @@ def run_leg(context: Context, place: LegPlace, folder: Path) -> dict[str, Any]:
     record: dict[str, Any] = {
         "schema": SCHEMA, "leg": place.name, "arm": place.arm, "phase": place.phase, "repetition": place.repetition,
         "attempt": place.attempt, "order": place.order, "environment": arm["environment"], "code_sha256": context.stages[arm["driver"]][1],
-        "started_utc": datetime.now(UTC).isoformat(timespec="seconds"), "started_ns": None, "ended_ns": None, "since_previous_s": None,
-        "argv": [], "role": None, "status": "interrupted", "reasons": [],
+        "started_utc": datetime.now(UTC).isoformat(timespec="seconds"), "started_ns": time.monotonic_ns(), "ended_ns": None,
+        "since_previous_s": None, "argv": [], "role": None, "status": "interrupted", "reasons": [],
     }
     try:
         context.lock.verify()
@@ -91,6 +91,7 @@ def run_leg(context: Context, place: LegPlace, folder: Path) -> dict[str, Any]:
             _run(context, place, folder, record)
             context.lock.verify()
     finally:
+        record["ended_ns"] = context.previous_end_ns = time.monotonic_ns()
         write_atomic(folder / "leg.json", to_json(record))
         context.progress.done(record["status"], "".join(f"\n    {reason}" for reason in record["reasons"][:5]))
     return record
@@ -111,7 +112,6 @@ def _run(context: Context, place: LegPlace, folder: Path, record: dict[str, Any]
         "since_previous_s": None if context.previous_end_ns is None else (started - context.previous_end_ns) / 1e9,
     }
     _supervise(context, place, folder, command, logs)
-    record["ended_ns"] = context.previous_end_ns = time.monotonic_ns()
     if code_sha256(stage, arm["driver"]) != code:
         record |= {"status": "failed", "reasons": ["the staged code changed while the leg ran"]}
         return

@@ -40,7 +40,8 @@ def check_model(root: Path, model: Model) -> tuple[Path, dict[str, Any]]:
         with path.open("rb") as source:
             found = hashlib.file_digest(source, "sha256").hexdigest()
         if found != entry["sha256"]:
-            raise ModelError(f"model {model.name}: {entry['path']} has sha256 {found}, {entry['sha256']} is listed; make it again with {model.made_by}")
+            raise ModelError(f"model {model.name}: {entry['path']} has sha256 {found}, {entry['sha256']} is listed; "
+                             f"make it again with {model.made_by}")
     if record["sha256"] != model.sha256:
         raise ModelError(f"model {model.name}: is checkpoint {record['sha256']}, the spec's field `model.sha256` says {model.sha256}")
     return folder, {"name": model.name, "sha256": record["sha256"], "files": record["files"]}

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from harness.evidence.layout import leg_name
 from harness.machine.idle import IdleLimits
 from harness.series.spec import ArmSpec, Spec
 from harness.strict import SpecError
@@ -27,10 +28,6 @@ def block_order(arms: Sequence[str], repetition: int) -> list[str]:
         return list(arms) if repetition % 2 else list(reversed(arms))
     shift = (repetition - 1) % len(arms)
     return [*arms[shift:], *arms[:shift]]
-
-
-def leg_name(phase: str, repetition: int, arm: str) -> str:
-    return f"{phase}-{repetition}-{arm}"
 
 
 def arm_environment(options: Mapping[str, Any], oracle_environment: Mapping[str, str]) -> dict[str, str]:
@@ -113,7 +110,7 @@ def corpus_path(name: str) -> str:
 
 
 def read_reference(root: Path, spec: Spec, file: str) -> dict[int, list[int]]:
-    """The reference's greedy ids by prompt index, {} when the spec names none.  Raises :class:`SpecError` when it is not the declared one."""
+    """The reference's greedy ids by prompt index; {} when the spec names none.  Raises :class:`SpecError` when it is not the one declared."""
     if spec.correctness is None:
         return {}
     path = root / "legs" / "references" / f"{spec.correctness.reference}.json.gz"

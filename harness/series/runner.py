@@ -12,15 +12,15 @@ from typing import Any
 from rich.console import Console
 
 from harness.evidence import layout, store
-from harness.machine.idle import IdleLimits, check_idle
 from harness.machine.identity import machine_record, repository_record
+from harness.machine.idle import IdleLimits, check_idle
 from harness.machine.lock import LockBusy, LockError, SeriesLock
 from harness.oracle import Oracle, OracleError, load_oracle, oracle_python
 from harness.report.build import build_report
 from harness.series import gate
 from harness.series.leg import Context, LegPlace, run_leg
 from harness.series.model import ModelError, check_model
-from harness.series.plan import corpus_path, leg_name, make_plan, read_reference
+from harness.series.plan import corpus_path, make_plan, read_reference
 from harness.series.progress import Progress
 from harness.series.spec import Spec, load_spec
 from harness.series.stage import StageError, code_sha256, stage
@@ -77,7 +77,8 @@ def run_series(
     except (ModelError, OracleError, ProtocolError) as error:
         raise Refused(str(error)) from None
     if out.exists() != resume:
-        raise Refused(f"{out}: exists already; choose another --out, or --resume it" if out.exists() else f"{out}: there is no series to resume")
+        problem = "exists already; choose another --out, or --resume it" if out.exists() else "there is no series to resume"
+        raise Refused(f"{out}: {problem}")
     lock = SeriesLock(lock_path, f"parity run-series {spec_path.name}")
     try:
         lock.acquire(lock_timeout_s)
@@ -88,7 +89,7 @@ def run_series(
         if not idle["ok"]:
             raise Refused("the machine is not idle: " + "; ".join(idle["reasons"]))
         (_reopen if resume else _begin)(root, out, prepared, model_record)
-        _note_lock(out, "acquired", lock.record())
+        segment = _note_lock(out, None, "acquired", lock.record())
         try:
             stages = {driver: stage(root, driver, out) for driver in {arm["driver"] for arm in plan["arms"]}}
         except StageError as error:
@@ -99,8 +100,7 @@ def run_series(
             progress=Progress(console, legs), own_roots={os.getpid()}, prompt_lengths=lengths,
         )
         _carry_out(context, prepared)
-        _note_lock(out, "released", lock.record())
-        store.record(out, "lock.jsonl")
+        _note_lock(out, segment, "released", lock.record())
         store.seal(out)
     finally:
         lock.release()
@@ -137,38 +137,63 @@ def _begin(root: Path, out: Path, prepared: Prepared, model_record: dict[str, An
 def _reopen(root: Path, out: Path, prepared: Prepared, model_record: dict[str, Any]) -> None:
     """Check that `out` is this plan's series, unsealed and unharmed, on this boot of this machine, with this code."""
     try:
+        if store.is_sealed(out):
+            raise CannotResume(f"{out}: this series is complete and sealed; read it with `parity report`")
+        _adopt(out)
         store.check_seal(out, require_sealed=False)
         plan = json.loads((out / "plan.json").read_bytes())
         series = json.loads((out / "series.json").read_bytes())
     except (store.BrokenSeal, OSError, ValueError) as error:
         raise CannotResume(f"{out}: {error}") from None
-    if store.is_sealed(out):
-        raise CannotResume(f"{out}: this series is complete and sealed; read it with `parity report`")
     if plan["digest"] != prepared.plan["digest"]:
-        raise CannotResume(f"{out}: was begun under plan {plan['digest'][:12]}, the spec now gives {prepared.plan['digest'][:12]}; begin a new series")
+        raise CannotResume(f"{out}: was begun under plan {plan['digest'][:12]}, the spec now gives {prepared.plan['digest'][:12]}; "
+                           "begin a new series")
     now = machine_record()
     for name in ("host", "boot_id"):
         if series["machine"][name] != now[name]:
             raise CannotResume(f"{out}: was begun on {name} {series['machine'][name]}, this is {now[name]}; begin a new series")
     for driver, wanted in series["code_sha256"].items():
         if (found := code_sha256(root, driver)) != wanted:
-            raise CannotResume(f"{out}: was begun with code {wanted[:12]} for {driver}, the tree now holds {found[:12]}; begin a new series")
+            raise CannotResume(f"{out}: was begun with code {wanted[:12]} for {driver}, the tree now holds {found[:12]}; "
+                               "begin a new series")
     if series["model"] != model_record:
         raise CannotResume(f"{out}: was begun with another checkpoint; begin a new series")
 
 
-def _note_lock(out: Path, event: str, record: dict[str, Any]) -> None:
-    with (out / "lock.jsonl").open("a", encoding="utf-8") as sink:
-        sink.write(json.dumps({"event": event, **record}, sort_keys=True) + "\n")
+def _adopt(out: Path) -> None:
+    """Close what a killed runner left open: an attempt without its record is interrupted, and every stray file joins the evidence."""
+    for name in store.unrecorded(out):
+        parts = Path(name).parts
+        depth = 3 if parts[0] == layout.BLOCKS else 2
+        if parts[0] not in (layout.BLOCKS, layout.CORRECTNESS, layout.WARMUP) or len(parts) <= depth:
+            continue
+        folder = out.joinpath(*parts[:depth])
+        if not (folder / layout.BLOCK).exists():
+            phase, repetition = parts[1].rsplit("-", 1) if depth == 3 else (parts[0], "1")
+            attempt = int(folder.name.removeprefix(layout.ATTEMPT))
+            order = sorted(entry.name for entry in folder.iterdir() if entry.is_dir())
+            _write_block(folder, phase, int(repetition), attempt, order, "interrupted", ["the runner was killed"])
+    store.record(out, store.unrecorded(out))
+
+
+def _note_lock(out: Path, segment: int | None, event: str, record: dict[str, Any]) -> int:
+    """Write lock/<n>-<event>.json, n being the next free segment unless given; returns n."""
+    folder = out / layout.LOCK
+    folder.mkdir(exist_ok=True)
+    if segment is None:
+        segment = 1 + len(list(folder.glob("*-acquired.json")))
+    write_atomic(folder / f"{segment}-{event}.json", to_json({"event": event, **record}))
+    store.record(out, f"{layout.LOCK}/{segment}-{event}.json")
+    return segment
 
 
 def _carry_out(context: Context, prepared: Prepared) -> None:
     plan = context.plan
     if plan["correctness"] is not None:
-        gate_folder = _block(context, "correctness", 0, plan["correctness"]["arms"])
+        gate_folder = _block(context, layout.CORRECTNESS, 1, plan["correctness"]["arms"])
         if gate_folder is None or not _gate(context, prepared, gate_folder):
             return
-    if _block(context, "warmup", 0, [leg["arm"] for leg in plan["warmup"]]) is None:
+    if _block(context, layout.WARMUP, 1, [leg["arm"] for leg in plan["warmup"]]) is None:
         return
     for block in plan["blocks"]:
         if _block(context, block["phase"], block["repetition"], block["order"]) is None:
@@ -176,12 +201,13 @@ def _carry_out(context: Context, prepared: Prepared) -> None:
 
 
 def _gate(context: Context, prepared: Prepared, folder: Path) -> bool:
-    path = context.series / layout.GATE
+    name = f"{layout.CORRECTNESS}/{layout.GATE}"
+    path = context.series / name
     if not path.exists():
         outputs = {arm: read_outputs(folder / arm) for arm in context.plan["correctness"]["arms"]}
         decision = gate.decide(prepared.reference, outputs, context.plan["correctness"]["reference_sha256"])
         write_atomic(path, to_json(decision))
-        store.record(context.series, layout.GATE)
+        store.record(context.series, name)
     decision = json.loads(path.read_bytes())
     context.progress.say(gate.sentence(decision))
     return bool(decision["ok"])
@@ -196,13 +222,13 @@ def _block(context: Context, phase: str, repetition: int, order: list[str]) -> P
         folder = layout.block_folder(context.series, phase, repetition, attempt)
         if not folder.exists():
             if used == tries:
-                context.progress.say(f"{phase} {repetition or ''}: gave up after {tries} attempts")
+                context.progress.say(f"block {layout.block_name(phase, repetition)}: given up after {tries} attempts")
                 return None
             if used:
                 context.progress.more(len(order))
             status = _attempt(context, phase, repetition, attempt, order, folder)
         else:
-            status = _past_attempt(context, phase, repetition, attempt, order, folder)
+            status = _past_attempt(context, order, folder)
         if status == "ok":
             return folder
         used += status != "interrupted"
@@ -212,7 +238,7 @@ def _attempt(context: Context, phase: str, repetition: int, attempt: int, order:
     status, reasons = "interrupted", ["the runner was interrupted"]
     try:
         for position, arm in enumerate(order):
-            name = leg_name(phase, repetition, arm) if repetition else f"{phase}-{arm}"
+            name = layout.leg_name(phase, repetition, arm)
             place = LegPlace(name=name, phase=phase, repetition=repetition, attempt=attempt, order=position, arm=arm)
             record = run_leg(context, place, folder / arm)
             status, reasons = record["status"], [f"{name}: {reason}" for reason in record["reasons"]]
@@ -225,25 +251,22 @@ def _attempt(context: Context, phase: str, repetition: int, attempt: int, order:
         status, reasons = "interrupted", ["the runner was interrupted"]
         raise
     finally:
-        _close_block(context, phase, repetition, attempt, order, folder, status, reasons)
+        run = [arm for arm in order if (folder / arm).exists()]
+        _write_block(folder, phase, repetition, attempt, run, status, reasons)
+        store.record_tree(context.series, str(folder.relative_to(context.series)))
     return status
 
 
-def _past_attempt(context: Context, phase: str, repetition: int, attempt: int, order: list[str], folder: Path) -> str:
-    """The status of an attempt of an earlier run; one that was cut off without a record is recorded as interrupted."""
-    if not (folder / layout.BLOCK).exists():
-        _close_block(context, phase, repetition, attempt, order, folder, "interrupted", ["the runner ended without a word"])
+def _past_attempt(context: Context, order: list[str], folder: Path) -> str:
+    """The status of an attempt of an earlier run."""
     status: str = json.loads((folder / layout.BLOCK).read_bytes())["status"]
     if status == "ok":
         context.progress.skip(len(order))
     return status
 
 
-def _close_block(
-    context: Context, phase: str, repetition: int, attempt: int, order: list[str], folder: Path, status: str, reasons: list[str]
-) -> None:
-    run = [arm for arm in order if (folder / arm).exists()]
+def _write_block(folder: Path, phase: str, repetition: int, attempt: int, order: list[str], status: str, reasons: list[str]) -> None:
     write_atomic(folder / layout.BLOCK, to_json({
-        "schema": SCHEMA, "phase": phase, "repetition": repetition, "attempt": attempt, "order": run, "status": status, "reasons": reasons,
+        "schema": SCHEMA, "phase": phase, "repetition": repetition, "attempt": attempt, "order": order, "status": status,
+        "reasons": reasons,
     }))
-    store.record_tree(context.series, str(folder.relative_to(context.series)))

@@ -13,7 +13,8 @@ from legs.protocol import CLIENTS, COMMON_OPTIONS
 SCHEMA = 1
 DRIVERS = ("engine", "vllm")
 AXES = (
-    "total_throughput", "output_throughput", "request_throughput", "ttft_mean", "tpot_mean", "itl_p50", "e2e_mean", "peak_pss", "stable_pss",
+    "total_throughput", "output_throughput", "request_throughput", "ttft_mean", "tpot_mean", "itl_p50", "e2e_mean",
+    "peak_pss", "stable_pss",
 )
 
 

@@ -12,8 +12,24 @@ from typing import Any, Protocol
 import legs
 from legs.client import Delta, closed_loop
 from legs.protocol import (
-    MARKS, MODEL_VARIABLE, OUTPUTS, PROTOCOL, RESULT, SITE_VARIABLE, TRACES, LegRequest, Marks, ProtocolError, Trace, check_result, read_corpus,
-    read_request, to_json, write_atomic, write_outputs, write_traces,
+    MARKS,
+    MODEL_VARIABLE,
+    OUTPUTS,
+    PROTOCOL,
+    RESULT,
+    SITE_VARIABLE,
+    TRACES,
+    LegRequest,
+    Marks,
+    ProtocolError,
+    Trace,
+    check_result,
+    read_corpus,
+    read_request,
+    to_json,
+    write_atomic,
+    write_outputs,
+    write_traces,
 )
 
 STAGE = Path(legs.__file__).resolve().parent.parent
