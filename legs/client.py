@@ -17,7 +17,7 @@ from legs.protocol import Trace
 class Delta(NamedTuple):
     """New ids of one request.  `finish` is None while the request goes on, else the engine's reason (`length`, `stop`)."""
 
-    index: int
+    index: int  # type: ignore[assignment]  # hides tuple.index, which nothing here uses
     ids: Sequence[int]
     finish: str | None
 

@@ -177,7 +177,8 @@ def read_corpus(path: Path, expected_sha256: str | None = None) -> Corpus:
     data = path.read_bytes()
     found = sha256(data)
     if expected_sha256 is not None and found != expected_sha256:
-        raise ProtocolError(f"{path.name}: sha256 is {found}, {expected_sha256} was asked for; the corpus changed, restore it or make a new one")
+        raise ProtocolError(
+            f"{path.name}: sha256 is {found}, {expected_sha256} was asked for; the corpus changed, restore it or make a new one")
     raw = json.loads(gzip.decompress(data))
     if wrong := sorted({field.name for field in dataclasses.fields(Corpus)} ^ raw.keys()):
         raise ProtocolError(f"{path.name}: fields missing or unknown: {', '.join(wrong)}")
@@ -190,7 +191,7 @@ def read_corpus(path: Path, expected_sha256: str | None = None) -> Corpus:
 
 
 def check_corpus(corpus: Corpus) -> None:
-    """Raise :class:`ProtocolError` when an id lies outside the vocabulary, or two prompts, warm-up ones included, share their first 16 ids."""
+    """Raise :class:`ProtocolError` when an id lies outside the vocabulary, or two prompts (or warm-up prompts) share their first 16 ids."""
     heads: dict[tuple[int, ...], str] = {}
     for kind, prompts in (("prompt", corpus.prompts), ("warm-up prompt", corpus.warmup)):
         for index, prompt in enumerate(prompts):
@@ -251,8 +252,8 @@ RESULT_FIELDS: dict[str, type | tuple[type, ...]] = {
     "pids": list,
     "client": str,
 }
-"""result.json.  `who`: name, distribution, version, commit (or null), packages {name: version}, record_sha256 (of the installed
-distribution's RECORD, or of the staged code), missing [distributions its metadata asks for that are not there].  `device`: kind,
+"""result.json.  `who`: name, distribution, version, commit (or null), packages {name: version}, record_sha256 (of the files that the
+installed distribution's RECORD lists, or of the staged code), missing [distributions its metadata asks for that are not there].  `device`: kind,
 name, count.  `resolved`: settings as the engine itself resolved them, at least COMMON_OPTIONS (null where it has none) and
 `attention_backend`.  `counters`: over the measured window, null where the engine does not tell: steps, mixed_steps, preemptions,
 prefix_cache_queries, prefix_cache_hits, sampler_calls {kind: n}.  `counts`: requests, prompt_tokens, output_tokens.  `files`:

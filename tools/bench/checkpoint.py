@@ -48,7 +48,7 @@ def recorded_sha256(folder: Path) -> str | None:
 
 
 def keep_json(path: Path, keep: tuple[str, ...] | None = None) -> None:
-    """Make a JSON file canonical, with only the `keep` fields of its top level: equal content has equal bytes whichever release wrote it."""
+    """Make a JSON file canonical, with only the `keep` fields of its top level: equal content then has equal bytes."""
     content = json.loads(path.read_bytes())
     path.write_bytes(to_json({key: value for key, value in content.items() if keep is None or key in keep}))
 
@@ -77,8 +77,8 @@ def build_checkpoint(
         if expected_sha256 is not None and identity["sha256"] != expected_sha256:
             listing = ", ".join(f"{entry['path']} {entry['sha256'][:12]}" for entry in identity["files"])
             raise CheckpointError(
-                f"{target.name}: made sha256 {identity['sha256']}, expected {expected_sha256} ({listing}); nothing was kept. Another release "
-                "of the packages that convert it may write other bytes: install the versions that this project locks")
+                f"{target.name}: made sha256 {identity['sha256']}, expected {expected_sha256} ({listing}); nothing was kept. "
+                "Another release of the packages that convert it may write other bytes: install the versions that this project locks")
         (scratch / IDENTITY).write_bytes(to_json(identity))
         os.replace(scratch, target)
     finally:

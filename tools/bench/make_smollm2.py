@@ -26,8 +26,8 @@ CHECKPOINT_SHA256 = "5af1a2cd9aabc4d3aaaa4f813794443105c5b844b475a7606f48b6ba687
 FILES = ("config.json", "generation_config.json", "model.safetensors", "tokenizer.json")
 CONFIG_FIELDS = (
     "architectures", "attention_bias", "bos_token_id", "dtype", "eos_token_id", "head_dim", "hidden_act", "hidden_size",
-    "intermediate_size", "max_position_embeddings", "mlp_bias", "model_type", "num_attention_heads", "num_hidden_layers", "num_key_value_heads", "pad_token_id",
-    "rms_norm_eps", "rope_parameters", "tie_word_embeddings", "vocab_size",
+    "intermediate_size", "max_position_embeddings", "mlp_bias", "model_type", "num_attention_heads", "num_hidden_layers",
+    "num_key_value_heads", "pad_token_id", "rms_norm_eps", "rope_parameters", "tie_word_embeddings", "vocab_size",
 )
 """What the architecture needs; the rest of what a release of transformers writes into config.json differs from release to release."""
 
