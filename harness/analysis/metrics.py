@@ -123,7 +123,8 @@ def distribution(samples: Sequence[float]) -> Distribution:
         return float(np.percentile(values, q)) if len(values) >= PERCENTILE_FLOORS[q] else None
 
     return Distribution(
-        n=len(values), mean=float(values.mean()), median=float(np.median(values)), p90=percentile(90), p95=percentile(95), p99=percentile(99),
+        n=len(values), mean=float(values.mean()), median=float(np.median(values)),
+        p90=percentile(90), p95=percentile(95), p99=percentile(99),
         maximum=float(values.max()),
     )
 

@@ -19,7 +19,7 @@ from typing import Any
 from harness.evidence.layout import DERIVED, MANIFEST
 
 
-class BrokenSeal(Exception):  # noqa: N818 (the state it names reads better than an Error suffix)
+class BrokenSeal(Exception):
     """The evidence is not what was recorded; the message names the file and what is wrong with it."""
 
 
@@ -100,6 +100,8 @@ def check_seal(series: Path, require_sealed: bool = True) -> None:
     Raises :class:`BrokenSeal` naming the first file that is changed, missing, a symbolic link, or not recorded; or the manifest line
     that breaks the chain; or, with `require_sealed`, that the series was never closed.
     """
+    if not series.is_dir():
+        raise BrokenSeal(f"{series}: there is no such series")
     manifest = read_manifest(series)
     if require_sealed and not manifest.sealed:
         raise BrokenSeal(f"{series.name}/{MANIFEST}: not sealed; the series did not end, --resume it")

@@ -1,0 +1,107 @@
+"""Why a series, or one pair of arms in it, gets no verdict.  Pure: evidence in, reasons out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from harness.analysis.tokens import LegDiff
+from harness.evidence.schema import MEASURED, Leg, Series
+from harness.verdict import Exit
+
+Reasons = list[str]
+
+
+def series_failures(series: Series) -> tuple[Exit | None, Reasons]:
+    """ERROR or VOID with its reasons when the series as a whole cannot count, else (None, [])."""
+    errors = _changed_arms(series)
+    voids: Reasons = []
+    for phase in MEASURED:
+        done = {block.repetition for block in series.accepted(phase)}
+        for block in series.plan["blocks"]:
+            if block["phase"] != phase or block["repetition"] in done:
+                continue
+            name = f"{phase}-{block['repetition']}"
+            tried = [a for a in series.attempts if (a.phase, a.repetition) == (phase, block["repetition"])]
+            ended = [a for a in tried if a.record["status"] != "interrupted"]
+            if not ended:
+                errors.append(f"{name}: did not run to its end; `--resume` the series")
+                continue
+            last = ended[-1].record
+            why = "; ".join(last["reasons"]) or "no reason given"
+            text = f"{name}: none of {len(tried)} attempts is ok, the last is {last['status']}: {why}"
+            (voids if last["status"] == "void" else errors).append(text)
+    if errors:
+        return Exit.ERROR, errors + voids
+    return (Exit.VOID, voids) if voids else (None, [])
+
+
+def _changed_arms(series: Series) -> Reasons:
+    """An arm is one sealed tuple: role, identity, resolved settings and code stay the same over its legs; our arms run one code."""
+    reasons = []
+    ours: dict[str, str] = {}
+    for arm in series.arms:
+        legs = series.legs(arm)
+        for field, values in (
+            ("role", [leg.record["role"] for leg in legs]),
+            ("code_sha256", [leg.record["code_sha256"] for leg in legs]),
+            ("who", [leg.result["who"] for leg in legs if leg.result]),
+            ("device", [leg.result["device"] for leg in legs if leg.result]),
+            ("resolved", [leg.result["resolved"] for leg in legs if leg.result]),
+        ):
+            changed = next((leg for leg, value in zip(legs, values, strict=True) if value != values[0]), None)
+            if changed is not None:
+                reasons.append(f"{changed.name}: field `{field}` differs from that of {legs[0].name}; an arm is one sealed tuple")
+        if legs and legs[0].record["role"] == "ours":
+            ours[arm] = legs[0].record["code_sha256"]
+    if len(set(ours.values())) > 1:
+        reasons.append(f"our arms ran different code: {', '.join(f'{arm} {code[:12]}' for arm, code in ours.items())}")
+    return reasons
+
+
+def refusal(ours: Leg, base: Leg) -> str | None:
+    """Why no ratio may be formed at all: the arms were called through different clients."""
+    a, b = (leg.request.client if leg.request else None for leg in (ours, base))
+    return None if a == b else f"refused: clients differ, {ours.arm} is {a} and {base.arm} is {b}; a ratio over two clients is none"
+
+
+def withheld(series: Series, diffs: list[LegDiff], ours: Leg, base: Leg) -> Reasons:
+    """Why the numbers of a pair are shown without a verdict; empty when they may have one."""
+    roles = {leg.arm: leg.record["role"] for leg in (ours, base)}
+    reasons = [f"no verdict: {role}" for role in dict.fromkeys(roles.values()) if role not in ("ours", "pin")]
+    if "ours" in roles.values():
+        reasons += [f"no verdict: {reason}" for reason in (*_correctness(series), *_wrong_tokens(diffs))]
+    return reasons
+
+
+def _wrong_tokens(diffs: list[LegDiff]) -> Reasons:
+    reasons = []
+    for leg_diff in diffs:
+        if leg_diff.gated and not leg_diff.diff.same:
+            first = leg_diff.diff.divergences[0]
+            reasons.append(f"wrong tokens: {leg_diff.a} against {leg_diff.b} {leg_diff.diff.identical}/{leg_diff.diff.of}, "
+                           f"first at request {first.request}, position {first.position}")
+    return reasons
+
+
+def _correctness(series: Series) -> Reasons:
+    """The gate must be there, be the planned one, and have passed every case; a skipped case is not a passed one."""
+    gate, planned = series.gate, series.plan["correctness"]
+    if planned is None:
+        return ["the plan has no correctness gate"]
+    if gate is None:
+        return ["the correctness gate did not run"]
+    reasons = []
+    if gate["reference_sha256"] != planned.get("reference_sha256"):
+        reasons.append("the correctness gate used another reference than planned")
+    if gate["cases"] < 1 or gate["passed"] != gate["cases"] or gate["skipped"] or gate["failures"] or not gate["ok"]:
+        reasons.append(f"the correctness gate passed {gate['passed']} of {gate['cases']} cases, {gate['skipped']} skipped{_failure(gate)}")
+    if gate["on_off_identical"] is False:
+        reasons.append("the correctness gate found our arms' tokens different from each other")
+    return reasons
+
+
+def _failure(gate: dict[str, Any]) -> str:
+    if not gate["failures"]:
+        return ""
+    first = gate["failures"][0]
+    return f"; first: {first.get('arm')} request {first.get('request')}, position {first.get('position')}"

@@ -1,0 +1,180 @@
+"""A series to one JSON-able summary: numbers, their doubt, the verdict and its reasons.  Pure: equal evidence gives an equal summary."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+from harness.analysis import gates
+from harness.analysis.metrics import LegMetrics, leg_metrics
+from harness.analysis.occupancy import occupancy
+from harness.analysis.ratios import AXES, MEMORY, THROUGHPUT, Axis, ConsistencyError, check_throughputs, compare
+from harness.analysis.tokens import LegDiff, TokensError, describe, series_diffs
+from harness.evidence.schema import MEASURED, Leg, Series
+from harness.leg.memory_summary import summarise_memory
+from harness.verdict import Exit
+from legs.protocol import to_json
+
+SCHEMA = 1
+
+Values = dict[str, dict[str, list[float | None]]]
+"""arm -> axis -> one value per accepted block."""
+
+OCCUPANCY_TOLERANCE = 0.01
+"""Arms whose mean in-flight counts differ by more than this share are not equally loaded, and the summary says so."""
+
+
+def summarize(series: Series) -> dict[str, Any]:
+    """Sum up a loaded series.  Never raises for what the evidence says: that becomes the verdict and its reasons."""
+    arms = {arm: _arm(series, arm) for arm in series.arms}
+    values: Values = {arm: {axis: _axis_values(arms[arm], axis) for axis in AXES} for arm in series.arms}
+    failed, reasons = gates.series_failures(series)
+    try:
+        diffs = series_diffs(series)
+    except TokensError as error:
+        diffs, failed, reasons = [], Exit.ERROR, [str(error), *reasons]
+    pairs = [_pair(series, diffs, values, pair, failed) for pair in series.plan["pairs"]]
+    primary, axis = pairs[0], series.plan["verdict"]["primary"]
+    if failed is None and (broken := [reason for pair in pairs for reason in pair["errors"]]):
+        failed, reasons = Exit.ERROR, broken
+    if failed is None and primary["refused"]:
+        failed, reasons = Exit.ERROR, [primary["refused"]]
+    decided = primary["axes"].get(axis, {})
+    verdict = failed if failed is not None else Exit[decided["verdict"]]
+    dirty = series.record["repository"]["dirty"]
+    summary = {
+        "schema": SCHEMA,
+        "name": series.plan["name"],
+        "title": series.plan.get("title"),
+        "verdict": verdict.name,
+        "qualifier": decided.get("qualifier") if failed is None else None,
+        "exit_code": int(verdict),
+        "binding": dirty is False,
+        "reasons": reasons or decided["reasons"],
+        "primary": {"ours": primary["ours"], "base": primary["base"], "axis": axis, "margin": series.plan["verdict"]["margin"]},
+        "pairs": pairs,
+        "arms": arms,
+        "tokens": [_token_row(leg_diff) for leg_diff in diffs],
+        "occupancy_warnings": _occupancy_warnings(series, arms),
+        "correctness": series.gate,
+        "attempts": [_attempt_row(attempt) for attempt in series.attempts],
+        "workload": series.plan["workload"],
+        "model": series.plan.get("model"),
+        "plan_digest": series.plan["digest"],
+        "spec_sha256": series.plan["spec_sha256"],
+        "series": series.record,
+        "manifest_head": series.head,
+    }
+    return dict(json.loads(to_json(summary)))  # as a reader of summary.json sees it, whoever calls
+
+
+def _arm(series: Series, arm: str) -> dict[str, Any]:
+    """Who an arm is, and every number of each of its accepted legs."""
+    planned = next(entry for entry in series.plan["arms"] if entry["name"] == arm)
+    legs = series.legs(arm)
+    result = legs[0].result if legs else None
+    work = series.plan["workload"]
+    performance = [leg for leg in legs if leg.phase == "performance"]
+    return {
+        "role": legs[0].record["role"] if legs else None,
+        "role_expected": planned["role_expected"],
+        "driver": planned["driver"],
+        "oracle": planned["oracle"],
+        "client": legs[0].request.client if legs and legs[0].request else None,
+        "depth": result["resolved"].get("depth") if result else None,
+        "options": planned["options"],
+        "environment": planned["environment"],
+        "resolved": result["resolved"] if result else None,
+        "who": result["who"] if result else None,
+        "device": result["device"] if result else None,
+        "code_sha256": legs[0].record["code_sha256"] if legs else None,
+        "performance": [_performance(leg, work["concurrency"]) for leg in performance],
+        "memory": [_memory(leg) for leg in legs if leg.phase == "memory"],
+    }
+
+
+def _performance(leg: Leg, concurrency: int) -> dict[str, Any]:
+    metrics: LegMetrics = leg_metrics(leg.traces)
+    assert leg.result is not None
+    return {
+        "leg": leg.name, "repetition": leg.repetition, **dataclasses.asdict(metrics),
+        "occupancy": dataclasses.asdict(occupancy(leg.traces, concurrency)), "counters": leg.result["counters"],
+    }
+
+
+def _memory(leg: Leg) -> dict[str, Any]:
+    return {"leg": leg.name, "repetition": leg.repetition, **summarise_memory(list(leg.memory), list(leg.marks))}
+
+
+def _axis_values(arm: dict[str, Any], axis: str) -> list[float | None]:
+    """One value per accepted block; None where it could not be read."""
+    if axis in MEMORY:
+        return [leg.get(axis) for leg in arm["memory"]]
+    if axis in THROUGHPUT:
+        return [leg[axis] for leg in arm["performance"]]
+    name, statistic = {"itl_p50": ("itl", "median")}.get(axis, tuple(axis.split("_", 1)))
+    return [leg[name][statistic] if leg[name] is not None else None for leg in arm["performance"]]
+
+
+def _pair(series: Series, diffs: list[LegDiff], values: Values, pair: list[str], failed: Exit | None) -> dict[str, Any]:
+    """All axes of one pair.  `refused`: no ratios at all; `withheld`: ratios without a verdict; `errors`: the arithmetic does not hold."""
+    ours, base = (series.legs(arm) for arm in pair)
+    out: dict[str, Any] = {
+        "ours": pair[0], "base": pair[1], "refused": None, "withheld": [], "errors": [], "axes": {},
+        "roles": [legs[0].record["role"] if legs else None for legs in (ours, base)],
+    }
+    if not ours or not base:
+        return {**out, "refused": f"refused: no accepted block of {pair[0]} and {pair[1]}"}
+    if refused := gates.refusal(ours[0], base[0]):
+        return {**out, "refused": refused}
+    out["withheld"] = gates.withheld(series, diffs, ours[0], base[0])
+    if failed is not None:
+        out["withheld"].append(f"no verdict: the series is {failed.name}")
+    margin = series.plan["verdict"]["margin"]
+    axes = {axis: compare(axis, values[pair[0]][axis], values[pair[1]][axis], margin) for axis in AXES}
+    try:
+        check_throughputs({axis: axes[axis].per_block for axis in THROUGHPUT})
+    except ConsistencyError as error:
+        out["errors"] = [f"{pair[0]}/{pair[1]}: {error}"]
+    out["axes"] = {name: _axis_row(axis, out["withheld"]) for name, axis in axes.items()}
+    return out
+
+
+def _axis_row(axis: Axis, withheld: list[str]) -> dict[str, Any]:
+    """An axis as JSON.  What is withheld keeps its numbers and loses its verdict; what is void stays void."""
+    row = dataclasses.asdict(axis)
+    row["direction"] = "ours / base, 1 and above passes" if axis.higher_passes else "ours / base, 1 and below passes"
+    if withheld and axis.verdict != "VOID":
+        row |= {"verdict": "INCONCLUSIVE", "qualifier": None, "reasons": withheld}
+    return row
+
+
+def _token_row(leg_diff: LegDiff) -> dict[str, Any]:
+    return {
+        "kind": leg_diff.kind, "a": leg_diff.a, "b": leg_diff.b, "arms": list(leg_diff.arms), "gated": leg_diff.gated,
+        "identical": leg_diff.diff.identical, "of": leg_diff.diff.of, "lines": describe(leg_diff),
+    }
+
+
+def _occupancy_warnings(series: Series, arms: dict[str, Any]) -> list[str]:
+    """Pairs whose arms were not equally full: their whole-run throughputs also compare how the last requests drained."""
+    warnings = []
+    for ours, base in series.plan["pairs"]:
+        a, b = (_mean([leg["occupancy"]["mean_in_flight"] for leg in arms[arm]["performance"]]) for arm in (ours, base))
+        if a is not None and b is not None and abs(a / b - 1) > OCCUPANCY_TOLERANCE:
+            warnings.append(f"{ours}/{base}: mean in flight {a:.2f} against {b:.2f}; the whole-run throughput ratio also compares "
+                            "occupancy, so read the steady-window throughput and the latencies beside it")
+    return warnings
+
+
+def _mean(values: list[float]) -> float | None:
+    return sum(values) / len(values) if values else None
+
+
+def _attempt_row(attempt: Any) -> dict[str, Any]:
+    return {
+        "phase": attempt.phase, "repetition": attempt.repetition if attempt.phase in MEASURED else None, "attempt": attempt.number,
+        "status": attempt.record["status"], "reasons": attempt.record["reasons"], "order": attempt.record["order"],
+        "legs": {arm: {"status": leg.record["status"], "reasons": leg.record["reasons"]} for arm, leg in attempt.legs.items()},
+    }
