@@ -267,8 +267,8 @@ def _busy_message(path: Path, waited_s: float) -> str:
 
 
 def _flock_pids(state: os.stat_result) -> list[int]:
-    """Pids that /proc/locks gives for a held FLOCK on this inode.  Some file systems show another device number there than stat(2)
-    does, so the device decides only where it matches at all.
+    """Living processes that /proc/locks gives for a held FLOCK on this inode; it goes on naming one that took the lock and died.
+    Some file systems show another device number there than stat(2) does, so the device decides only where it matches at all.
     """
     exact, loose = [], []
     for line in host.read_text("locks").splitlines():
@@ -276,7 +276,7 @@ def _flock_pids(state: os.stat_result) -> list[int]:
         if len(fields) < 6 or fields[1] != "FLOCK":
             continue
         major, minor, inode = fields[5].split(":")
-        if int(inode) == state.st_ino and (pid := int(fields[4])) > 0:
+        if int(inode) == state.st_ino and host.process_times(pid := int(fields[4])):
             loose.append(pid)
             if os.makedev(int(major, 16), int(minor, 16)) == state.st_dev:
                 exact.append(pid)
