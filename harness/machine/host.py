@@ -155,6 +155,15 @@ def command_line(pid: int, limit: int = 200, proc: Path = PROC) -> str:
     return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
+def brief_command(pid: int, proc: Path = PROC) -> str:
+    """A process's command line fit for evidence: its first five words, of paths the last part, without the values of `--option=value`."""
+    text = read_text(f"{pid}/cmdline", proc)
+    if not text.strip("\0 "):
+        return command_line(pid, proc=proc)
+    words = [word.partition("=")[0] + "=..." if "=" in word else word.rstrip("/").rpartition("/")[2] for word in text.strip("\0").split("\0")]
+    return " ".join(words[:5])[:80] + (" ..." if len(words) > 5 else "")
+
+
 def tree(roots: Iterable[int], proc: Path = PROC) -> set[int]:
     """The living processes among `roots` and all their descendants.
 

@@ -33,11 +33,11 @@ class LockError(Exception):
     """The lock cannot be used as configured; the message names the path and the cure."""
 
 
-class LockBusy(LockError):  # noqa: N818  # a state, not a fault
+class LockBusy(LockError):
     """Another process holds the lock; the message names the path and, where it can be known, the holder."""
 
 
-class LockLost(LockError):  # noqa: N818
+class LockLost(LockError):
     """The path no longer leads to the file that is locked, so another series could lock the new one."""
 
 
