@@ -52,7 +52,7 @@ def broken_contract(
         if result["resolved"].get(name) != value
     ]
     if outside := foreign_paths(result["sys_path"]):
-        reasons.append(f"the arm could import from outside its stage: {len(outside)} search path entries, one of them {Path(outside[0]).name}")
+        reasons.append(f"the arm could import from outside its stage: {len(outside)} search path entries, one is {Path(outside[0]).name}")
     reasons += wrong_counts(request, result["counts"], traces, outputs, prompt_tokens)
     reasons += wrong_times(folder, traces)
     return reasons

@@ -110,7 +110,7 @@ def corpus_path(name: str) -> str:
 
 
 def read_reference(root: Path, spec: Spec, file: str) -> dict[int, list[int]]:
-    """The reference's greedy ids by prompt index; {} when the spec names none.  Raises :class:`SpecError` when it is not the one declared."""
+    """The reference's greedy ids by prompt index; {} when the spec names none.  Raises :class:`SpecError` when it is another file."""
     if spec.correctness is None:
         return {}
     path = root / "legs" / "references" / f"{spec.correctness.reference}.json.gz"

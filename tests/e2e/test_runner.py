@@ -1,0 +1,210 @@
+"""What a whole series does with arms that behave and arms that do not, seen through the command line and the folder it leaves."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness import cli
+from harness.series import leg, runner
+from tests.e2e import toy
+
+Run = Callable[..., tuple[int, Path]]
+
+
+@pytest.fixture
+def idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An idle machine, at once: what the gate itself sees is tested where the gate is."""
+    calm = {"schema": 1, "ok": True, "reasons": [], "waited_s": 0.0, "samples": [], "load1": 0.0, "since_previous_s": None, "limits": {}}
+    for module in (leg, runner):
+        monkeypatch.setattr(module, "check_idle", lambda *_: dict(calm))
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, idle: None) -> Run:
+    """Make a toy checkout and run its series in this process; returns the exit code and the series folder."""
+    monkeypatch.setenv(toy.LOCK_VARIABLE, str(tmp_path / "lock"))
+
+    def do(fault: str = "", *changes: tuple[str, str]) -> tuple[int, Path]:
+        root = tmp_path / "root"
+        spec = toy.checkout(root, fault)
+        for old, new in changes:
+            text = spec.read_text(encoding="utf-8")
+            assert old in text
+            spec.write_text(text.replace(old, new), encoding="utf-8")
+        monkeypatch.setattr(cli, "repository_root", lambda: root)
+        return cli._run(["run-series", str(spec), "--out", str(tmp_path / "out")]), tmp_path / "out"
+
+    return do
+
+
+def blocks(series: Path) -> list[dict[str, Any]]:
+    return [json.loads(path.read_bytes()) for path in sorted((series / "blocks").glob("*/*/block.json"))]
+
+
+def test_a_series_of_good_arms_is_sealed_and_reported(run: Run, tmp_path: Path) -> None:
+    code, series = run()
+    assert code == 2, "two arms of ours: no pin, so no verdict"
+    assert [(b["repetition"], b["order"], b["status"]) for b in blocks(series)] == [(1, ["on", "off"], "ok"), (2, ["off", "on"], "ok")]
+    gate = json.loads((series / "correctness" / "gate.json").read_bytes())
+    assert (gate["ok"], gate["cases"], gate["passed"], gate["skipped"]) == (True, 8, 8, 0)
+    assert json.loads((series / "manifest.jsonl").read_text().splitlines()[-1])["sealed"] is True
+    assert "correctness" in (series / "report.md").read_text()
+    assert cli._run(["summarize", str(series)]) == 2
+    records = [json.loads(path.read_bytes()) for path in series.glob("blocks/*/*/*/leg.json")]
+    assert len({record["code_sha256"] for record in records}) == 1, "ON and OFF run one code"
+
+
+def test_evidence_holds_no_path_and_no_name_of_this_machine(run: Run, tmp_path: Path) -> None:
+    _, series = run()
+    words = [str(tmp_path), str(toy.ROOT), str(Path.home()), socket.gethostname()]
+    for path in series.rglob("*"):
+        if path.is_file() and "logs" not in path.relative_to(series).parts and "stage" not in path.relative_to(series).parts:
+            text = path.read_bytes().decode(errors="replace")
+            assert not [word for word in words if word in text], path.relative_to(series)
+
+
+def test_a_second_run_into_the_same_folder_changes_nothing(run: Run, tmp_path: Path) -> None:
+    _, series = run()
+    before = {path: path.read_bytes() for path in series.rglob("*") if path.is_file()}
+    assert cli._run(["run-series", str(tmp_path / "root" / "toy.toml"), "--out", str(series)]) == 5
+    assert before == {path: path.read_bytes() for path in series.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize(("fault", "status", "said"), [
+    ("raise SystemExit('out of luck')", "failed", "out of luck"),
+    ("import time; time.sleep(60)", "hung", "leg_timeout_s = 1"),
+    ("request.options['dtype'] = 'bfloat16'", "failed", "declared 'float32', resolved 'bfloat16'"),
+    ("Arm.counters = lambda self: {'prefix_cache_hits': None, 'preemptions': 0}", "void", "prefix_cache_hits is unreadable"),
+    ("import sys; sys.path.append('/repository')", "failed", "from outside its stage"),
+])
+def test_a_bad_arm_is_tried_three_times_and_all_is_kept(run: Run, fault: str, status: str, said: str) -> None:
+    code, series = run(fault, ("leg_timeout_s = 60", "leg_timeout_s = 1"))
+    assert code == (3 if status == "void" else 4)
+    attempts = [json.loads(path.read_bytes()) for path in sorted(series.glob("correctness/*/block.json"))]
+    assert [attempt["status"] for attempt in attempts] == [status] * 3
+    assert said in attempts[0]["reasons"][0]
+    assert not (series / "blocks").exists(), "no timing without correctness"
+    assert said in (series / "report.md").read_text()
+
+
+def test_a_block_that_fails_once_is_repeated_whole(run: Run, tmp_path: Path) -> None:
+    flag = tmp_path / "once"
+    fault = f"if request.leg == 'performance-1-off' and not os.path.exists('{flag}'): open('{flag}', 'w').close(); os._exit(3)"
+    code, series = run(fault)
+    assert code == 2
+    assert [(b["repetition"], b["attempt"], b["status"], b["order"]) for b in blocks(series)] == [
+        (1, 1, "failed", ["on", "off"]), (1, 2, "ok", ["on", "off"]), (2, 1, "ok", ["off", "on"])]
+    assert (series / "blocks" / "performance-1" / "attempt-1" / "on" / "result.json").exists()
+
+
+def test_wrong_ids_stop_the_series_before_any_timing(run: Run) -> None:
+    fault = "Arm.submit = lambda self, i, prompt: self.open.update({i: [(i + k) % 50 for k in range(3)] + [7]})"
+    code, series = run(fault)
+    assert code not in (0, 1)
+    assert not (series / "blocks").exists()
+    gate = json.loads((series / "correctness" / "gate.json").read_bytes())
+    assert gate["failures"][0] == {"arm": "on", "request": 0, "position": 3, "expected": 3, "got": 7}
+
+
+def test_a_busy_machine_is_refused_and_nothing_ran(run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    busy = {"ok": False, "reasons": ["process 4711 (stress) used 98 % of a core"]}
+    monkeypatch.setattr(runner, "check_idle", lambda *_: busy)
+    code, series = run()
+    assert code == 5
+    assert not series.exists()
+    assert "process 4711 (stress)" in capsys.readouterr().err
+
+
+def test_a_machine_that_turns_busy_voids_the_block(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    busy = {"schema": 1, "ok": False, "reasons": ["process 4711 (stress)"], "samples": [], "waited_s": 90.0, "load1": 2.0,
+            "since_previous_s": None, "limits": {}}
+    monkeypatch.setattr(leg, "check_idle", lambda *_: busy)
+    code, series = run()
+    assert code == 3
+    assert "not idle: process 4711" in json.loads((series / "correctness" / "attempt-1" / "block.json").read_bytes())["reasons"][0]
+
+
+def test_usage_errors_are_64(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert cli._run(["run-series"]) == 64
+    assert cli._run(["run-series", "x.toml", "--lock-timeout", "soon"]) == 64
+    assert cli._run(["run-series", str(tmp_path / "none.toml")]) == 64
+    assert "none.toml" in capsys.readouterr().err
+
+
+def test_a_changed_spec_cannot_resume(run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _, series = run()
+    spec = tmp_path / "root" / "toy.toml"
+    assert cli._run(["run-series", str(spec), "--resume", str(series)]) == 4
+    assert "complete and sealed" in capsys.readouterr().err
+    manifest = series / "manifest.jsonl"
+    manifest.write_text("".join(line for line in manifest.read_text().splitlines(keepends=True) if "sealed" not in line))
+    spec.write_text(spec.read_text().replace("margin = 0.02", "margin = 0.03"), encoding="utf-8")
+    assert cli._run(["run-series", str(spec), "--resume", str(series)]) == 4
+    assert "begin a new series" in capsys.readouterr().err
+
+
+def wait_for(path: Path, process: subprocess.Popen[str], seconds: float = 60) -> None:
+    end = time.monotonic() + seconds
+    while not path.exists():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < end, path
+        time.sleep(0.05)
+
+
+@pytest.mark.slow
+def test_the_lock_excludes_both_ways_and_names_its_holder(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    spec = toy.checkout(root, "import time; time.sleep(30)")
+    argv, environment = toy.command(root, "run-series", spec, "--out", tmp_path / "out", "--lock-timeout", "1")
+    with subprocess.Popen(["flock", str(root / "lock"), "sleep", "20"]) as holder:
+        time.sleep(0.3)
+        refused = subprocess.run(argv, env=environment, capture_output=True, text=True, check=False)
+        holder.terminate()
+    assert refused.returncode == 5
+    assert str(root / "lock") in refused.stderr
+    assert "flock" in refused.stderr or str(holder.pid) in refused.stderr
+    subprocess.run(["flock", str(root / "lock"), "true"], check=True)
+    with subprocess.Popen(argv, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as series:
+        wait_for(tmp_path / "out" / "correctness" / "attempt-1" / "on" / "marks.jsonl", series)
+        assert subprocess.run(["flock", "-n", str(root / "lock"), "true"], check=False).returncode != 0
+        series.send_signal(signal.SIGINT)
+        series.communicate(timeout=30)
+        assert series.returncode == 130
+    subprocess.run(["flock", "-n", str(root / "lock"), "true"], check=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("how", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 130), (signal.SIGKILL, -9)])
+def test_an_interrupted_series_leaves_nothing_running_and_resumes(tmp_path: Path, how: signal.Signals, code: int) -> None:
+    root = tmp_path / "root"
+    flag = tmp_path / "once"
+    fault = (f"if request.leg == 'performance-1-on' and not os.path.exists('{flag}'):\n"
+             f"        open('{flag}', 'w').write(str(os.getpid()))\n        time.sleep(60)")
+    spec = toy.checkout(root, fault)
+    spec.write_text(spec.read_text().replace("performance = 2", "performance = 1"), encoding="utf-8")
+    argv, environment = toy.command(root, "run-series", spec, "--out", tmp_path / "out")
+    with subprocess.Popen(argv, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as series:
+        wait_for(flag, series, 90)
+        time.sleep(0.2)
+        arm = int(flag.read_text())
+        series.send_signal(how)
+        series.communicate(timeout=30)
+        assert series.returncode == code
+    subprocess.run(["flock", "-w", "5", str(root / "lock"), "true"], check=True)
+    assert not Path(f"/proc/{arm}").exists(), "the arm outlived its series"
+    argv, environment = toy.command(root, "run-series", spec, "--resume", tmp_path / "out")
+    finished = subprocess.run(argv, env=environment, capture_output=True, text=True, check=False)
+    assert finished.returncode == 2, finished.stderr
+    found = blocks(tmp_path / "out")
+    assert [(b["attempt"], b["status"]) for b in found] == [(1, "interrupted"), (2, "ok")]
+    assert len(list((tmp_path / "out" / "lock").glob("*-acquired.json"))) == 2
+    assert len(list((tmp_path / "out" / "correctness").iterdir())) == 2, "what was done is not done again"
