@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
 from datetime import UTC, datetime
 from pathlib import Path
@@ -173,6 +174,7 @@ def _show_summary(summary: dict[str, Any], series: Path, as_json: bool) -> None:
 
 def main() -> None:
     """Entry point: run the command and turn every expected failure into one line and its exit code."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a terminated series ends as cleanly as an interrupted one
     sys.exit(_run(sys.argv[1:]))
 
 
