@@ -74,15 +74,15 @@ def compare(axis: str, ours: Sequence[float | None], base: Sequence[float | None
         raise ConsistencyError(f"{axis}: {len(ours)} values of one arm, {len(base)} of the other; a ratio needs both in each block")
     ratios = [a / b if a and b and a > 0 and b > 0 else None for a, b in zip(ours, base, strict=True)]
     known = [ratio for ratio in ratios if ratio is not None]
-    spreads = (spread(ours), spread(base))
-    means = (_mean(ours), _mean(base))
+    spreads = spread(ours), spread(base)
+    means = mean(ours), mean(base)
     void = _why_void(axis, ratios)
     logs = np.log(known)
-    mean = float(logs.mean()) if not void else None
+    center = float(logs.mean()) if not void else None
     interval, lower, upper, detectable = _doubt(logs) if not void and len(known) > 1 else (None, None, None, None)
     higher = axis in THROUGHPUT
     verdict, qualifier, reasons = ("VOID", None, void) if void else _verdict(axis, higher, lower, upper, margin)
-    ratio = math.exp(mean) if mean is not None else None
+    ratio = math.exp(center) if center is not None else None
     return Axis(
         axis=axis, higher_passes=higher, per_block=tuple(ratios), ratio=ratio, normalized=_normalized(ratio, higher), interval=interval,
         lower=lower, upper=upper, detectable=detectable, spread_ours=spreads[0], spread_base=spreads[1], mean_ours=means[0],
@@ -109,10 +109,10 @@ def _why_void(axis: str, ratios: Sequence[float | None]) -> list[str]:
 def _doubt(logs: np.ndarray) -> tuple[tuple[float, float], float, float, float]:
     """Student's t over blocks, back from logs: two-sided interval, one-sided lower and upper bound, smallest detectable effect."""
     n = len(logs)
-    mean, error = float(logs.mean()), float(logs.std(ddof=1)) / math.sqrt(n)
+    center, error = float(logs.mean()), float(logs.std(ddof=1)) / math.sqrt(n)
     two, one, power = (float(stats.t.ppf(q, n - 1)) for q in ((1 + CONFIDENCE) / 2, CONFIDENCE, POWER))
-    interval = (math.exp(mean - two * error), math.exp(mean + two * error))
-    return interval, math.exp(mean - one * error), math.exp(mean + one * error), math.expm1((two + power) * error)
+    interval = (math.exp(center - two * error), math.exp(center + two * error))
+    return interval, math.exp(center - one * error), math.exp(center + one * error), math.expm1((two + power) * error)
 
 
 def _verdict(axis: str, higher: bool, lower: float | None, upper: float | None, margin: float) -> tuple[str, str | None, list[str]]:
@@ -132,6 +132,7 @@ def _normalized(ratio: float | None, higher: bool) -> float | None:
     return ratio if ratio is None or higher else 1 / ratio
 
 
-def _mean(values: Sequence[float | None]) -> float | None:
+def mean(values: Sequence[float | None]) -> float | None:
+    """The arithmetic mean; None when there is no value or one is missing."""
     known = [value for value in values if value is not None]
     return sum(known) / len(known) if known and len(known) == len(values) else None

@@ -9,7 +9,7 @@ from typing import Any
 from harness.analysis import gates
 from harness.analysis.metrics import LegMetrics, leg_metrics
 from harness.analysis.occupancy import occupancy
-from harness.analysis.ratios import AXES, MEMORY, THROUGHPUT, Axis, ConsistencyError, check_throughputs, compare
+from harness.analysis.ratios import AXES, MEMORY, THROUGHPUT, Axis, ConsistencyError, check_throughputs, compare, mean
 from harness.analysis.tokens import LegDiff, TokensError, describe, series_diffs
 from harness.evidence.schema import MEASURED, Leg, Series
 from harness.leg.memory_summary import summarise_memory
@@ -29,6 +29,8 @@ def summarize(series: Series) -> dict[str, Any]:
     """Sum up a loaded series.  Never raises for what the evidence says: that becomes the verdict and its reasons."""
     arms = {arm: _arm(series, arm) for arm in series.arms}
     values: Values = {arm: {axis: _axis_values(arms[arm], axis) for axis in AXES} for arm in series.arms}
+    for arm, axes in values.items():
+        arms[arm]["means"] = {axis: mean(axes[axis]) for axis in AXES}
     failed, reasons = gates.series_failures(series)
     try:
         diffs = series_diffs(series)
@@ -54,6 +56,7 @@ def summarize(series: Series) -> dict[str, Any]:
         "reasons": reasons or decided["reasons"],
         "primary": {"ours": primary["ours"], "base": primary["base"], "axis": axis, "margin": series.plan["verdict"]["margin"]},
         "pairs": pairs,
+        "arm_order": series.arms,
         "arms": arms,
         "tokens": [_token_row(leg_diff) for leg_diff in diffs],
         "occupancy_warnings": _occupancy_warnings(series, arms),
@@ -161,15 +164,11 @@ def _occupancy_warnings(series: Series, arms: dict[str, Any]) -> list[str]:
     """Pairs whose arms were not equally full: their whole-run throughputs also compare how the last requests drained."""
     warnings = []
     for ours, base in series.plan["pairs"]:
-        a, b = (_mean([leg["occupancy"]["mean_in_flight"] for leg in arms[arm]["performance"]]) for arm in (ours, base))
+        a, b = (mean([leg["occupancy"]["mean_in_flight"] for leg in arms[arm]["performance"]]) for arm in (ours, base))
         if a is not None and b is not None and abs(a / b - 1) > OCCUPANCY_TOLERANCE:
             warnings.append(f"{ours}/{base}: mean in flight {a:.2f} against {b:.2f}; the whole-run throughput ratio also compares "
                             "occupancy, so read the steady-window throughput and the latencies beside it")
     return warnings
-
-
-def _mean(values: list[float]) -> float | None:
-    return sum(values) / len(values) if values else None
 
 
 def _attempt_row(attempt: Any) -> dict[str, Any]:

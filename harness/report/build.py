@@ -1,0 +1,48 @@
+"""From a series directory to its derived files.  Only derived files are written; the evidence is proven first and never touched."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from harness.analysis.summary import summarize
+from harness.evidence.layout import PLOTS, REPORT, SUMMARY
+from harness.evidence.schema import load_series
+from harness.evidence.store import BrokenSeal, check_seal
+from harness.report.markdown import render
+from harness.report.plots import latency_svg, memory_svg
+from legs.protocol import to_json
+
+
+def summarize_series(path: Path) -> dict[str, Any]:
+    """The summary of a sealed series; writes nothing.  Raises BrokenSeal and EvidenceError."""
+    check_seal(path)
+    return summarize(load_series(path))
+
+
+def build_report(path: Path) -> dict[str, Any]:
+    """Prove the seal of a series, then write summary.json, report.md and plots/*.svg in it and return the summary.
+
+    Raises BrokenSeal when the evidence is not what was recorded, EvidenceError when it cannot be read as a series.
+    """
+    check_seal(path)
+    series = load_series(path)
+    summary = summarize(series)
+    figures = {"latency.svg": latency_svg(series), "memory.svg": memory_svg(series)}
+    (path / PLOTS).mkdir(exist_ok=True)
+    for name, figure in figures.items():
+        if figure is not None:
+            _replace(path / PLOTS / name, figure.encode())
+    _replace(path / SUMMARY, to_json(summary))
+    _replace(path / REPORT, render(summary).encode())
+    return summary
+
+
+def _replace(path: Path, data: bytes) -> None:
+    """Overwrite a derived file whole; a symbolic link in its place, or above it, is refused and not followed."""
+    if path.is_symlink() or path.parent.is_symlink():
+        raise BrokenSeal(f"{path}: a symbolic link where a derived file belongs; remove it")
+    scratch = path.with_name(f".{path.name}.{os.getpid()}")
+    scratch.write_bytes(data)
+    os.replace(scratch, path)
