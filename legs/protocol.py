@@ -253,8 +253,8 @@ RESULT_FIELDS: dict[str, type | tuple[type, ...]] = {
     "client": str,
 }
 """result.json.  `who`: name, distribution, version, commit (or null), packages {name: version}, record_sha256 (of the files that the
-installed distribution's RECORD lists, or of the staged code), missing [distributions its metadata asks for that are not there].  `device`: kind,
-name, count.  `resolved`: settings as the engine itself resolved them, at least COMMON_OPTIONS (null where it has none) and
+installed distribution's RECORD lists, or of the staged code), missing [distributions its metadata asks for that are not there].
+`device`: kind, name, count.  `resolved`: settings as the engine itself resolved them, at least COMMON_OPTIONS (null where it has none) and
 `attention_backend`.  `counters`: over the measured window, null where the engine does not tell: steps, mixed_steps, preemptions,
 prefix_cache_queries, prefix_cache_hits, sampler_calls {kind: n}.  `counts`: requests, prompt_tokens, output_tokens.  `files`:
 {file name: sha256}.  `sys_path`: sys.path entries, each relative to the stage as `stage:…`, to a declared package folder as `site:…`,

@@ -50,8 +50,8 @@ def smollm2(name: str, prompts: int, warmup: int) -> Corpus:
         raise ProtocolError(f"{vocabulary.relative_to(ROOT)}: not there; run python -m tools.bench.make_smollm2 first")
     windows = {window[:16]: window for window in smollm2_windows(vocabulary)}
     chosen = random.Random(SEED).sample(list(windows.values()), prompts + warmup)
-    source = (f"Reference topics of Python {platform.python_version()} (module pydoc_data.topics, PSF license), windows of {PROMPT_IDS} ids "
-              f"from paragraph starts by the tokenizer of {SMOLLM2}, seed {SEED}")
+    source = (f"Reference topics of Python {platform.python_version()} (module pydoc_data.topics, PSF license), windows of {PROMPT_IDS} "
+              f"ids from paragraph starts by the tokenizer of {SMOLLM2}, seed {SEED}")
     return Corpus(name=name, source=source, vocab_size=49_152, prompts=tuple(chosen[:prompts]), warmup=tuple(chosen[prompts:]))
 
 

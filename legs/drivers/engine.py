@@ -1,0 +1,87 @@
+"""The arm of the in-repo engine."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import engine
+from engine.api import LLM, SamplingParams
+from engine.errors import ConfigError
+from legs.client import Delta
+from legs.drivers.common import STAGE, main
+from legs.protocol import LegRequest, Marks, sha256
+
+FIXED = {"enable_prefix_caching": False, "enable_chunked_prefill": True, "enforce_eager": True}
+"""Options that have one value here: they may be declared, and any other value is refused."""
+
+
+class EngineArm:
+    """:class:`engine.api.LLM` as the client drives it."""
+
+    def __init__(self, llm: LLM, params: SamplingParams) -> None:
+        self.llm = llm
+        self.params = params
+
+    def submit(self, index: int, prompt: Sequence[int]) -> None:
+        self.llm.add_request(str(index), prompt, self.params)
+
+    def step(self) -> Sequence[Delta]:
+        return [Delta(int(output.request_id), output.token_ids, output.finish_reason) for output in self.llm.step()]
+
+    def who(self) -> dict[str, Any]:
+        return {
+            "name": "vllm-parity engine", "distribution": "vllm-parity", "version": engine.__version__, "commit": None,
+            "packages": {"torch": str(torch.__version__)}, "record_sha256": code_sha256(STAGE), "missing": [],
+        }
+
+    def device(self) -> dict[str, Any]:
+        return {"kind": "cpu", "name": _cpu_name(), "count": 1}
+
+    def resolved(self) -> dict[str, Any]:
+        return {**self.llm.resolved, "threads": torch.get_num_threads()}
+
+    def counters(self) -> dict[str, Any]:
+        return self.llm.counters()
+
+    def pids(self) -> list[int]:
+        return [os.getpid()]
+
+    def close(self) -> None:
+        """Nothing outlives the process."""
+
+
+def build(request: LegRequest, model_path: Path, marks: Marks) -> EngineArm:
+    """Load the checkpoint with the request's options; raises :class:`engine.errors.EngineError` for one that is not built."""
+    options = dict(request.options)
+    for name, value in FIXED.items():
+        if (asked := options.pop(name, value)) != value:
+            raise ConfigError(f"{name} is {asked!r}; this engine has only {value!r}")
+    params = SamplingParams(max_tokens=request.max_tokens, min_tokens=request.min_tokens, ignore_eos=request.ignore_eos)
+    marks("load_start")
+    llm = LLM(model_path, **options)
+    marks("loaded")
+    return EngineArm(llm, params)
+
+
+def code_sha256(root: Path) -> str:
+    """One hash over the Python files of engine/ and legs/ below `root`: their relative paths and contents, sorted."""
+    files = sorted(path for part in ("engine", "legs") for path in (root / part).rglob("*.py"))
+    return sha256("".join(f"{path.relative_to(root)} {sha256(path.read_bytes())}\n" for path in files).encode())
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+if __name__ == "__main__":
+    main(build)
