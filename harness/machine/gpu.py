@@ -25,7 +25,7 @@ class GpuSample:
     index: int
     uuid: str | None
     name: str | None
-    utilization: int | None
+    utilisation: int | None
     """Per cent of the driver's last sample period in which a kernel ran."""
     memory_used: int | None
     """Bytes, without what the driver reserves for itself (NVML's version 2 call)."""
@@ -120,7 +120,7 @@ class Gpu:
             index=index,
             uuid=read("uuid", lambda: _text(nvml.nvmlDeviceGetUUID(handle))),
             name=read("name", lambda: _text(nvml.nvmlDeviceGetName(handle))),
-            utilization=read("utilization", lambda: int(nvml.nvmlDeviceGetUtilizationRates(handle).gpu)),
+            utilisation=read("utilisation", lambda: int(nvml.nvmlDeviceGetUtilizationRates(handle).gpu)),
             memory_used=read("memory_used", lambda: int(nvml.nvmlDeviceGetMemoryInfo(handle, version=nvml.nvmlMemory_v2).used)),
             compute_pids=read("compute_pids", lambda: _pids(nvml.nvmlDeviceGetComputeRunningProcesses(handle))),
             graphics_pids=read("graphics_pids", lambda: _pids(nvml.nvmlDeviceGetGraphicsRunningProcesses(handle))),

@@ -160,8 +160,9 @@ def brief_command(pid: int, proc: Path = PROC) -> str:
     text = read_text(f"{pid}/cmdline", proc)
     if not text.strip("\0 "):
         return command_line(pid, proc=proc)
-    words = [word.partition("=")[0] + "=..." if "=" in word else word.rstrip("/").rpartition("/")[2] for word in text.strip("\0").split("\0")]
-    return " ".join(words[:5])[:80] + (" ..." if len(words) > 5 else "")
+    words = text.strip("\0").split("\0")
+    brief = [word.partition("=")[0] + "=..." if "=" in word else word.rstrip("/").rpartition("/")[2] for word in words[:5]]
+    return " ".join(brief)[:80] + (" ..." if len(words) > 5 else "")
 
 
 def tree(roots: Iterable[int], proc: Path = PROC) -> set[int]:

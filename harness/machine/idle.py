@@ -182,7 +182,7 @@ def _judge_cpu(
     if foreign_share + unattributed > limits.foreign_cpu_max:
         reasons = [f"foreign cpu: pid {one['pid']} ({one['name']}: {one['command']}) used {one['share']:.1%} of all cores" for one in named]
         if unattributed > limits.foreign_cpu_max or not named:
-            reasons.append(f"unattributed: {unattributed:.1%} of all cores went to processes gone before the sample's end, or to interrupts")
+            reasons.append(f"unattributed: {unattributed:.1%} of all cores went to processes gone before its end, or to interrupts")
     if steal > limits.steal_max:
         reasons.append(f"steal: the hypervisor took {steal:.1%} of all cores (at most {limits.steal_max:.1%})")
     shares = {
@@ -228,10 +228,10 @@ def _judge_gpus(
         reasons.append("gpu unreadable: the list of GPUs changed within the sample")
     for series in zip(*readings, strict=False):
         gpu = f"gpu {series[0].index} ({series[0].name})"
-        utilizations = [sample.utilization for sample in series]
-        known = [value for value in utilizations if value is not None]
-        complete = len(known) == len(utilizations)
-        for field in ("utilization", "compute_pids", "graphics_pids"):
+        utilisations = [sample.utilisation for sample in series]
+        known = [value for value in utilisations if value is not None]
+        complete = len(known) == len(utilisations)
+        for field in ("utilisation", "compute_pids", "graphics_pids"):
             errors = [sample.unreadable.get(field, "no value") for sample in series if getattr(sample, field) is None]
             if errors:
                 reasons.append(f"{gpu}: unreadable: {field}: {errors[0]}")
@@ -240,5 +240,5 @@ def _judge_gpus(
             reasons += [f"{gpu}: {kind} process: pid {pid} ({probe.command_line(pid)})" for pid in sorted(pids - own)]
         if known and max(known) > limits.gpu_util_max:
             reasons.append(f"{gpu}: utilization: {max(known)} % (at most {limits.gpu_util_max:g} %)")
-        records.append({**asdict(series[-1]), "utilizations": utilizations, "utilization_max": max(known) if complete else None})
+        records.append({**asdict(series[-1]), "utilisations": utilisations, "utilisation_max": max(known) if complete else None})
     return records, reasons

@@ -70,7 +70,8 @@ def lock_path(flag: Path | None) -> Path:
 class SeriesLock:
     """An exclusive flock(2) on `path`, with a note beside it (`PATH.holder`) that tells others who holds it.
 
-    `command` is what the note says is running.  The descriptor :attr:`fd` is for guards (`pass_fds`); it is closed on exec otherwise.
+    `command` is what the note says is running.  `with` takes nothing, it releases at its end: acquire() inside it says how long to wait.
+    The descriptor :attr:`fd` is for guards (`pass_fds`); it is closed on exec otherwise.
     """
 
     def __init__(self, path: Path, command: str) -> None:
@@ -155,8 +156,6 @@ class SeriesLock:
         self._fd = self._holder = None
 
     def __enter__(self) -> Self:
-        if self._fd is None:
-            self.acquire(None)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:

@@ -11,6 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -38,12 +39,19 @@ def flock_holder(path: Path) -> Iterator[subprocess.Popen[bytes]]:
     process.wait()
 
 
+@contextmanager
+def held(path: Path, command: str) -> Iterator[SeriesLock]:
+    with SeriesLock(path, command) as lock:
+        lock.acquire(1)
+        yield lock
+
+
 def is_free(path: Path) -> bool:
     return subprocess.run([FLOCK, "-n", str(path), "true"], check=False).returncode == 0
 
 
 def test_excludes_flock_while_held_and_is_free_after(path: Path) -> None:
-    with SeriesLock(path, "parity run-series"):
+    with held(path, "parity run-series"):
         assert not is_free(path)
     assert is_free(path)
 
@@ -66,7 +74,7 @@ def test_waits_until_the_holder_is_gone(path: Path, flock_holder: subprocess.Pop
 
 
 def test_second_series_is_refused_with_the_note_of_the_first(path: Path) -> None:
-    with SeriesLock(path, "parity run-series quick.toml") as first, pytest.raises(LockBusy) as busy:
+    with held(path, "parity run-series quick.toml") as first, pytest.raises(LockBusy) as busy:
         SeriesLock(path, "parity").acquire(0)
     assert f"pid {os.getpid()} (parity run-series quick.toml), since 20" in str(busy.value)
     assert not first.note.exists()
@@ -89,7 +97,7 @@ def test_note_of_a_later_process_with_the_same_pid_is_not_named(path: Path, floc
 
 
 def test_note_of_a_living_process_that_does_not_hold_it_is_not_named(path: Path, flock_holder: subprocess.Popen[bytes]) -> None:
-    with SeriesLock(path.with_name("another"), "me") as another:
+    with held(path.with_name("another"), "me") as another:
         note = another.note.read_text()
     path.with_name(path.name + ".holder").write_text(note)
     assert [holder.pid for holder in find_holder(path)] == [flock_holder.pid]
@@ -139,7 +147,7 @@ def test_descriptor_is_not_inherited_unasked(path: Path) -> None:
 
 
 def test_verify_accepts_the_held_file_and_refuses_an_unlinked_or_replaced_one(path: Path) -> None:
-    with SeriesLock(path, "parity") as lock:
+    with held(path, "parity") as lock:
         lock.verify()
         path.unlink()
         with pytest.raises(LockLost, match="unlinked"):
@@ -165,7 +173,7 @@ def test_a_note_that_is_a_symlink_is_replaced_not_followed(path: Path, tmp_path:
     victim = tmp_path / "victim"
     victim.write_text("kept")
     path.with_name(path.name + ".holder").symlink_to(victim)
-    with SeriesLock(path, "parity"):
+    with held(path, "parity"):
         pass
     assert victim.read_text() == "kept"
 
@@ -193,13 +201,13 @@ def test_two_users_share_one_lock_file() -> None:
     try:
         folder.chmod(0o1777)
         path = folder / "series.lock"
-        with SeriesLock(path, "root's"):
+        with held(path, "root's"):
             os.seteuid(65534)
             with pytest.raises(LockBusy, match="root's"):
                 SeriesLock(path, "parity").acquire(0)
             os.seteuid(0)
         os.seteuid(65534)
-        with SeriesLock(path, "nobody's"):
+        with held(path, "nobody's"):
             pass
     finally:
         os.seteuid(0)
@@ -217,7 +225,7 @@ def test_configured_paths(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
 
 
 def test_record_holds_no_folder(path: Path) -> None:
-    with SeriesLock(path, "parity run-series") as lock:
+    with held(path, "parity run-series") as lock:
         record = lock.record()
         state = path.stat()
     assert record["name"] == path.name
