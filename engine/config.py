@@ -1,0 +1,48 @@
+"""Engine options, checked and resolved before anything is built.  No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from engine.errors import ConfigError
+
+LOADS = ("direct", "staged")
+DTYPES = ("float32", "bfloat16")
+CACHE_BYTES = 4 << 30
+"""Largest KV cache taken when the number of blocks is not given."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """Options under vLLM's names where the meaning is the same; lengths in tokens.  None lets the engine resolve it (`resolve`)."""
+
+    dtype: str | None = None
+    device: str = "cpu"
+    max_num_batched_tokens: int = 2048
+    max_num_seqs: int = 32
+    max_model_len: int | None = None
+    block_size: int = 16
+    num_blocks: int | None = None
+    """KV blocks, the null block included."""
+    depth: int | None = None
+    """Steps in flight: 1 synchronous, 2 one step ahead."""
+    threads: int | None = None
+    load: str = "direct"
+
+    def __post_init__(self) -> None:
+        for name, least in (("max_num_batched_tokens", 1), ("max_num_seqs", 1), ("max_model_len", 2), ("block_size", 1),
+                            ("num_blocks", 2), ("depth", 1), ("threads", 1)):
+            value = getattr(self, name)
+            if value is None and name in ("max_model_len", "num_blocks", "depth", "threads"):
+                continue
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise ConfigError(f"{name} is {value!r}; it must be an integer of at least {least}")
+        _check("device", self.device, ("cpu",))
+        _check("depth", self.depth, (None, 1, 2))
+        _check("load", self.load, LOADS)
+        _check("dtype", self.dtype, (None, *DTYPES))
+
+
+def _check(name: str, value: object, allowed: tuple[object, ...]) -> None:
+    if value not in allowed:
+        raise ConfigError(f"{name} is {value!r}; built are {', '.join(str(one) for one in allowed if one is not None)}")

@@ -1,0 +1,24 @@
+"""Attention of one layer over a mixed batch: store the new keys and values, then decodes in one call and prompt chunks one by one."""
+
+from __future__ import annotations
+
+import torch
+
+from engine.batch import Batch
+from engine.kernels import dispatch as ops
+
+
+def paged_attention(
+    query: torch.Tensor, keys_values: torch.Tensor, cache: torch.Tensor, block_tables: torch.Tensor, batch: Batch, scale: float
+) -> torch.Tensor:
+    """query [T, H, D], keys_values [T, 2 * Hkv, D] of the batch's tokens -> [T, H * D]; `cache` is this layer's."""
+    ops.write_cache(cache, batch.cache_rows, keys_values)
+    decodes = batch.decode_tables.shape[0]
+    parts = []
+    if decodes:
+        parts.append(ops.attention_decode(query[:decodes], cache, batch.decode_tables, batch.decode_mask, scale))
+    for first, length, total, slot in batch.chunks:
+        blocks = block_tables[slot, : -(-total // cache.shape[1])]
+        parts.append(ops.attention_prefill(query[first : first + length], cache, blocks, total, scale))
+    out = parts[0] if len(parts) == 1 else torch.cat(parts)
+    return out.view(query.shape[0], -1)

@@ -1,0 +1,21 @@
+"""From a checkpoint folder to a model on its weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from engine.loader.load import load
+from engine.models.config import ModelConfig
+from engine.models.llama import Llama
+from engine.models.qwen3 import Qwen3
+
+MODELS: dict[str, type[Llama]] = {"LlamaForCausalLM": Llama, "Qwen3ForCausalLM": Qwen3}
+
+
+def build_model(folder: Path, config: ModelConfig, dtype: torch.dtype, length: int, way: str) -> Llama:
+    """Load the checkpoint in `folder` (see `load`) and make its architecture's model for positions below `length`."""
+    kind = MODELS[config.architecture]
+    weights = load(folder, kind.parameters(config), lambda name: kind.ignored(config, name), dtype, way)
+    return kind(config, weights, length)

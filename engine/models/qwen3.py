@@ -1,0 +1,28 @@
+"""Qwen3, dense (Qwen Team 2025): Llama with an RMSNorm over each query and key head before the rotation."""
+
+from __future__ import annotations
+
+import torch
+
+from engine.kernels import dispatch as ops
+from engine.loader.load import Parameter
+from engine.models.config import ModelConfig
+from engine.models.llama import Llama
+
+
+class Qwen3(Llama):
+    """As :class:`Llama`, with per-head norms of width head_dim."""
+
+    @classmethod
+    def extra_parameters(cls, config: ModelConfig, mine: str, attention: str) -> list[Parameter]:
+        shape = (config.head_dim,)
+        return [Parameter(mine + f"{one}_norm", shape, ((attention + f"{one}_norm.weight", config.head_dim),)) for one in ("q", "k")]
+
+    def place(
+        self, i: int, query: torch.Tensor, keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Norm, then positions."""
+        eps = self.config.norm_eps
+        query = ops.rms_norm(query, self.weights[f"{i}.q_norm"], eps)
+        keys = ops.rms_norm(keys, self.weights[f"{i}.k_norm"], eps)
+        return super().place(i, query, keys, cos, sin)
