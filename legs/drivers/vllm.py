@@ -1,4 +1,4 @@
-"""The oracle's driver: vLLM's own engine class behind the common client, one file for its CPU and CUDA releases (0.26 to 0.32).
+"""The oracle's driver: vLLM's own engine class behind the common client, one file for its CPU and its CUDA builds.
 
 vLLM runs as it comes: engine core and workers in processes of their own.  What a leg reports as resolved is asked of a worker through
 vLLM's extension hook (:class:`WorkerProbe`), after start-up, so it is what runs and not what was asked for.
@@ -194,7 +194,7 @@ def identity(module: str) -> dict[str, Any]:
     needs = [Requirement(line) for line in distribution.requires or []]
     wanted = sorted({need.name.lower().replace("_", "-") for need in needs if need.marker is None or need.marker.evaluate({"extra": ""})})
     return {
-        "distribution": name, "python": platform.python_version(),
+        "distribution": name, "distribution_version": distribution.version, "python": platform.python_version(),
         "packages": {package: version for package in TOLD_PACKAGES if (version := _version(package)) is not None},
         "record_sha256": _record_sha256(distribution.read_text("RECORD")),
         "missing": [package for package in wanted if _version(package) is None],
