@@ -1,0 +1,79 @@
+"""Evicts files from the page cache and proves it, so that every leg loads its model from storage and counts file pages alike."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+import stat
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
+_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+_libc.mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p)
+_MAP_FAILED = ctypes.c_void_p(-1).value
+
+
+def evict(paths: Iterable[Path]) -> dict[str, Any]:
+    """Ask the kernel to drop every page of `paths` (regular files) and count with mincore(2) what stayed.
+
+    Returns `proven` (True: no page is resident; False: some are; None: this user cannot know), `pages_before`, `pages_after` (None where
+    unknown), `reasons` with a cure each, and `files` (names only).  The kernel reports every page of a file as resident to a user who
+    neither owns it nor may write to it, so there the eviction is asked for but cannot be proven.
+    """
+    files = [_evict(path) for path in paths]
+    provable = all(file["provable"] for file in files)
+    before, after = ([file[key] for file in files] for key in ("pages_before", "pages_after"))
+    return {
+        "proven": sum(after) == 0 if provable else None,
+        "pages_before": sum(before) if provable else None,
+        "pages_after": sum(after) if provable else None,
+        "reasons": [file["reason"] for file in files if file["reason"]],
+        "files": [file["name"] for file in files],
+    }
+
+
+def resident_pages(descriptor: int) -> int:
+    """How many pages of the file are in the page cache.  Raises OSError."""
+    length = os.fstat(descriptor).st_size
+    if length == 0:
+        return 0
+    address = _libc.mmap(None, length, mmap.PROT_READ, mmap.MAP_SHARED, descriptor, 0)
+    if address == _MAP_FAILED:
+        raise OSError(ctypes.get_errno(), "mmap failed")
+    try:
+        pages = ctypes.create_string_buffer(-(-length // mmap.PAGESIZE))
+        if _libc.mincore(address, length, pages) != 0:
+            raise OSError(ctypes.get_errno(), "mincore failed")
+        # Only the lowest bit of each byte has a meaning (mincore(2)).
+        return sum(byte & 1 for byte in pages.raw)
+    finally:
+        _libc.munmap(address, length)
+
+
+def _evict(path: Path) -> dict[str, Any]:
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        state = os.fstat(descriptor)
+        if not stat.S_ISREG(state.st_mode):
+            raise OSError(errno.EINVAL, "not a regular file", str(path))
+        before = resident_pages(descriptor)
+        with suppress(OSError):  # a file system without it has nothing dirty that would stay
+            os.fdatasync(descriptor)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        after = resident_pages(descriptor)
+        provable = os.geteuid() in (0, state.st_uid) or os.access(path, os.W_OK, effective_ids=True)
+    finally:
+        os.close(descriptor)
+    reason = None
+    if not provable:
+        reason = f"{path.name}: not provable: it belongs to uid {state.st_uid}; copy the model to files of your own, or run as their owner"
+    elif after:
+        reason = f"{path.name}: {after} pages stayed: a process maps or writes it, or it lies on tmpfs; end that process, or move the file"
+    return {"name": path.name, "pages_before": before, "pages_after": after, "provable": provable, "reason": reason}

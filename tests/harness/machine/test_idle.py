@@ -1,0 +1,353 @@
+"""The idle gate: the table of devices, the order of waiting and sampling, and CPU time by whom."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pynvml
+import pytest
+
+from harness.machine.gpu import Gpu, GpuSample
+from harness.machine.host import CpuTimes, ProcessTimes
+from harness.machine.idle import IdleLimits, Probe, check_idle, limits_from_environment
+from tests.harness.machine.fake_nvml import FakeNvml
+
+RUNNER = 100
+LIMITS = IdleLimits(wait_max_s=5)
+CORES, TICKS = 2, 100
+
+
+class FakeProbe(Probe):
+    """A machine of two cores with a clock of its own.
+
+    `loads` gives a process's use in cores at a time in seconds, by pid; `gone` is such a use by processes that no scan ever sees.
+    """
+
+    def __init__(self, nvml: FakeNvml | None = None) -> None:
+        missing = FakeNvml(init_error=pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)
+        self._gpu = Gpu(nvml or missing, ())
+        self.t_s = 1000.0
+        self.parents = {1: 0, 2: 0, RUNNER: 1}
+        self.born = dict.fromkeys(self.parents, 0)
+        self.loads: dict[int, Callable[[float], float]] = {}
+        self.kernel_threads: set[int] = {2}
+        self.gone: Callable[[float], float] = lambda _: 0.0
+        self.steal: Callable[[float], float] = lambda _: 0.0
+        self._used: dict[int, float] = {}
+        self._gone = self._stolen = 0.0
+        self.reads: list[tuple[str, float]] = []
+
+    def add(self, pid: int, load: Callable[[float], float], parent: int = 1, kernel: bool = False) -> None:
+        self.parents[pid], self.loads[pid], self.born[pid] = parent, load, round(self.t_s * TICKS)
+        self._used.pop(pid, None)
+        if kernel:
+            self.kernel_threads.add(pid)
+
+    def now_ns(self) -> int:
+        return round(self.t_s * 1e9)
+
+    def sleep(self, seconds: float) -> None:
+        step = 0.01
+        for _ in range(round(seconds / step)):
+            for pid, load in self.loads.items():
+                self._used[pid] = self._used.get(pid, 0.0) + load(self.t_s) * step
+            self._gone += self.gone(self.t_s) * step
+            self._stolen += self.steal(self.t_s) * step
+            self.t_s += step
+
+    def cpu(self) -> CpuTimes | None:
+        self.reads.append(("cpu", self.t_s))
+        steal = round(self._stolen * TICKS)
+        busy = round((sum(self._used.values()) + self._gone) * TICKS)
+        return CpuTimes(busy, steal, round(self.t_s * TICKS * CORES) - busy - steal)
+
+    def processes(self) -> dict[int, ProcessTimes]:
+        ticks = {pid: round(self._used.get(pid, 0.0) * TICKS) for pid in self.parents}
+        return {
+            pid: ProcessTimes(pid, f"name{pid}", "S", parent, pid in self.kernel_threads, ticks[pid], 0, self.born[pid])
+            for pid, parent in self.parents.items()
+        }
+
+    def command_line(self, pid: int) -> str:
+        return f"command{pid}"
+
+    def load_1(self) -> float | None:
+        return 9.0
+
+
+def check(probe: FakeProbe, limits: IdleLimits = LIMITS, previous_end_ns: int | None = None) -> dict[str, Any]:
+    record = check_idle(limits, {RUNNER}, previous_end_ns, probe)
+    json.dumps(record, allow_nan=False)
+    assert record["ok"] is (record["reasons"] == [])
+    return record
+
+
+# --- the table of devices ---
+
+NOT_SUPPORTED = pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
+UNKNOWN = pynvml.NVMLError(pynvml.NVML_ERROR_UNKNOWN)
+
+
+@pytest.mark.parametrize("utilization", [0, 2])
+def test_idle_card_passes(utilization: int) -> None:
+    assert check(FakeProbe(FakeNvml({"utilization": utilization})))["ok"]
+
+
+@pytest.mark.parametrize(
+    ("card", "reason"),
+    [
+        ({"utilization": 3}, "utilization: 3 % (at most 2 %)"),
+        ({"utilization": 12}, "utilization: 12 % (at most 2 %)"),
+        ({"utilization": NOT_SUPPORTED}, "unreadable: utilisation: Not Supported"),
+        ({"utilization": UNKNOWN}, "unreadable: utilisation: Unknown Error"),
+        ({"compute": [77]}, "compute process: pid 77 (command77)"),
+        ({"graphics": [78]}, "graphics process: pid 78 (command78)"),
+        ({"compute": NOT_SUPPORTED}, "unreadable: compute_pids: Not Supported"),
+        ({"graphics": UNKNOWN}, "unreadable: graphics_pids: Unknown Error"),
+    ],
+)
+def test_busy_or_unreadable_card_is_refused(card: dict[str, Any], reason: str) -> None:
+    assert check(FakeProbe(FakeNvml(card)))["reasons"] == [f"gpu 0 (Fake H200): {reason}"]
+
+
+def test_each_card_is_judged_on_its_own() -> None:
+    record = check(FakeProbe(FakeNvml({"utilization": 0}, {"utilization": 9})))
+    assert record["reasons"] == ["gpu 1 (Fake H200): utilization: 9 % (at most 2 %)"]
+
+
+def test_limit_from_the_environment_is_used_and_recorded() -> None:
+    limits = limits_from_environment({"GPU_IDLE_UTIL_MAX": "15"})
+    record = check(FakeProbe(FakeNvml({"utilization": 12})), limits)
+    assert record["ok"]
+    assert (record["limits"]["gpu_util_max"], record["limits"]["gpu_util_source"]) == (15, "GPU_IDLE_UTIL_MAX")
+    assert not check(FakeProbe(FakeNvml({"utilization": 12})), IdleLimits(wait_max_s=3))["ok"]
+    assert limits_from_environment({}) == IdleLimits()
+
+
+@pytest.mark.parametrize("text", ["", "x", "-1", "101", "nan"])
+def test_limit_that_is_no_percentage_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"GPU_IDLE_UTIL_MAX=.*not a percentage"):
+        limits_from_environment({"GPU_IDLE_UTIL_MAX": text})
+
+
+def test_the_highest_of_several_readings_counts() -> None:
+    """A card that is busy in one reading of many within the decision sample is refused."""
+    probe = FakeProbe()
+    nvml = FakeNvml({"utilization": lambda: 40 if 1002.9 <= probe.t_s < 1003.1 else 0})
+    probe._gpu = Gpu(nvml, ())
+    record = check(probe)
+    assert record["reasons"] == ["gpu 0 (Fake H200): utilization: 40 % (at most 2 %)"]
+    (gpu,) = record["samples"][-1]["gpus"]
+    assert gpu["utilisation_max"] == 40
+    assert len(gpu["utilisations"]) >= 5
+    assert sorted(gpu["utilisations"])[-2:] == [0, 40]
+
+
+def test_one_unreadable_reading_among_good_ones_refuses_and_leaves_no_maximum() -> None:
+    probe = FakeProbe()
+    probe._gpu = Gpu(FakeNvml({"utilization": lambda: UNKNOWN if 1002.9 <= probe.t_s < 1003.1 else 0}), ())
+    record = check(probe)
+    assert record["reasons"] == ["gpu 0 (Fake H200): unreadable: utilisation: Unknown Error"]
+    assert record["samples"][-1]["gpus"][0]["utilisation_max"] is None
+
+
+def test_driver_that_fails_is_refused_and_no_driver_is_not() -> None:
+    assert "gpu unreadable: NVML does not start" in check(FakeProbe(FakeNvml(init_error=pynvml.NVML_ERROR_UNKNOWN)))["reasons"][0]
+    record = check(FakeProbe())
+    assert record["ok"]
+    assert record["samples"][-1]["gpus"] is None
+
+
+def test_gpu_process_of_the_series_itself_is_not_foreign() -> None:
+    probe = FakeProbe(FakeNvml({"compute": [101]}))
+    probe.add(101, lambda _: 0.0, parent=RUNNER)
+    assert check(probe)["ok"]
+
+
+def test_a_card_that_goes_away_within_the_sample_is_refused() -> None:
+    probe = FakeProbe()
+
+    class Vanishing(Gpu):
+        def read(self) -> list[GpuSample] | None:
+            gpus = super().read() or []
+            return gpus if probe.t_s < 1003 else gpus[:1]
+
+    probe._gpu = Vanishing(FakeNvml({}, {}), ())
+    assert check(probe)["reasons"] == ["gpu unreadable: the list of GPUs changed within the sample"]
+
+
+# --- waiting, sampling, deciding ---
+
+
+def test_waits_for_a_decaying_load_and_then_samples() -> None:
+    """A load that drains for ten seconds after each leg: both arms of a series get through, because waiting comes first."""
+    probe = FakeProbe()
+    ended = [probe.t_s]
+    probe.add(50, lambda t: max(0.0, 1 - (t - ended[0]) / 10))
+    for _ in range(2):
+        ended[0] = probe.t_s
+        record = check(probe, IdleLimits(), probe.now_ns())
+        assert record["ok"]
+        assert 8 < record["waited_s"] < 12
+        assert record["since_previous_s"] == pytest.approx(record["waited_s"])
+        assert [sample["role"] for sample in record["samples"]][-2:] == ["wait", "decision"]
+        assert record["samples"][0]["reasons"]
+        decision = record["samples"][-1]
+        assert decision["end_ns"] - decision["start_ns"] >= 2e9
+        assert decision["start_ns"] >= max(sample["end_ns"] for sample in record["samples"][:-1])
+
+
+def test_minimum_wait_comes_before_the_first_sample() -> None:
+    probe = FakeProbe()
+    check(probe, IdleLimits(wait_min_s=3))
+    assert probe.reads[0] == ("cpu", pytest.approx(1003))
+
+
+def test_gives_up_after_the_longest_wait() -> None:
+    probe = FakeProbe()
+    probe.add(50, lambda _: 1.0)
+    record = check(probe, IdleLimits(wait_max_s=7))
+    assert 7 <= record["waited_s"] < 8
+    assert record["reasons"] == ["foreign cpu: pid 50 (name50: command50) used 50.0% of all cores"]
+
+
+def test_load_that_begins_after_the_wait_is_refused() -> None:
+    probe = FakeProbe()
+    probe.add(50, lambda t: float(t > 1002))
+    record = check(probe)
+    assert record["samples"][0]["reasons"] == []
+    assert not record["ok"]
+
+
+def test_first_leg_has_no_time_since_the_previous_and_load_is_recorded_only() -> None:
+    record = check(FakeProbe())
+    assert record["since_previous_s"] is None
+    assert record["load1"] == 9.0
+    assert record["ok"]
+
+
+# --- CPU time ---
+
+
+@pytest.mark.parametrize(("cores", "ok"), [(0.05, True), (0.07, False)])
+def test_limit_on_foreign_cpu(cores: float, ok: bool) -> None:
+    probe = FakeProbe()
+    probe.add(50, lambda _: cores)
+    assert check(probe)["ok"] is ok
+
+
+def test_many_small_processes_are_judged_together() -> None:
+    probe = FakeProbe()
+    for pid in range(200, 220):
+        probe.add(pid, lambda _: 0.01)
+    record = check(probe)
+    assert len(record["reasons"]) == 5
+    assert "used 0.5% of all cores" in record["reasons"][0]
+
+
+def test_own_tree_and_kernel_threads_are_not_foreign() -> None:
+    probe = FakeProbe()
+    probe.add(101, lambda _: 0.5, parent=RUNNER)
+    probe.add(102, lambda _: 0.5, parent=101)
+    probe.add(3, lambda _: 0.3, parent=2, kernel=True)
+    record = check(probe)
+    assert record["ok"]
+    assert record["samples"][-1]["cpu"]["own"] == pytest.approx(0.5, abs=0.01)
+
+
+def test_an_orphan_of_the_series_is_foreign() -> None:
+    probe = FakeProbe()
+    probe.add(101, lambda _: 0.5, parent=1)
+    assert "pid 101" in check(probe)["reasons"][0]
+
+
+def test_process_that_starts_within_the_sample_counts_whole() -> None:
+    probe = FakeProbe()
+    sleep = probe.sleep
+
+    def sleep_and_start(seconds: float) -> None:
+        if probe.t_s >= 1001.4 and 60 not in probe.parents:
+            probe.add(60, lambda _: 1.0)
+        sleep(seconds)
+
+    probe.sleep = sleep_and_start  # type: ignore[method-assign]
+    assert "pid 60" in check(probe)["reasons"][0]
+
+
+def test_new_process_under_an_old_pid_counts_whole() -> None:
+    probe = FakeProbe()
+    probe.add(60, lambda _: 0.0)
+    probe._used[60] = 500.0
+    sleep = probe.sleep
+
+    def sleep_and_replace(seconds: float) -> None:
+        if probe.t_s >= 1001.4 and probe.born[60] == 100_000:
+            probe._gone = 500.0
+            probe.add(60, lambda _: 1.0)
+        sleep(seconds)
+
+    probe.sleep = sleep_and_replace  # type: ignore[method-assign]
+    record = check(probe)
+    assert any("pid 60" in reason for reason in record["reasons"])
+
+
+def test_time_of_processes_that_no_scan_sees_is_refused_as_unattributed() -> None:
+    probe = FakeProbe()
+    probe.gone = lambda _: 0.2
+    (reason,) = check(probe)["reasons"]
+    assert reason.startswith("unattributed: 10.0% of all cores")
+
+
+def test_steal_is_refused() -> None:
+    probe = FakeProbe()
+    probe.steal = lambda _: 0.2
+    assert check(probe)["reasons"] == ["steal: the hypervisor took 10.0% of all cores (at most 3.0%)"]
+
+
+@pytest.mark.parametrize("value", [None, CpuTimes(1, 1, 1)])
+def test_unreadable_cpu_time_is_refused(value: CpuTimes | None) -> None:
+    probe = FakeProbe()
+    probe.cpu = lambda: value  # type: ignore[method-assign]
+    record = check(probe)
+    assert record["reasons"] == ["cpu unreadable: /proc/stat gave no CPU time for the sample"]
+    assert record["samples"][-1]["cpu"] is None
+
+
+# --- this machine ---
+
+
+def test_a_busy_loop_on_this_machine_is_refused_and_named() -> None:
+    loop = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    try:
+        limits = IdleLimits(sample_s=1, wait_min_s=0, wait_max_s=0)
+        # Only a root without children: this test's own loop must be foreign.
+        record = check_idle(limits, own_roots=set(), previous_end_ns=None)
+    finally:
+        loop.kill()
+        loop.wait()
+    assert not record["ok"]
+    assert any(f"pid {loop.pid} (" in reason and "foreign cpu" in reason for reason in record["reasons"])
+
+
+def test_the_same_loop_below_the_runner_is_its_own() -> None:
+    loop = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    try:
+        record = check_idle(IdleLimits(sample_s=1, wait_min_s=0, wait_max_s=0), own_roots={os.getpid()}, previous_end_ns=None)
+    finally:
+        loop.kill()
+        loop.wait()
+    assert not any(f"pid {loop.pid} " in reason for reason in record["reasons"])
+    assert record["samples"][-1]["cpu"]["own"] > 0.1 / (os.cpu_count() or 1)
+
+
+def test_the_gate_loads_no_torch() -> None:
+    """The harness must not load the card that it measures."""
+    code = "import sys, harness.machine.idle, harness.leg.launch, harness.leg.memory; sys.exit('torch' in sys.modules)"
+    root = Path(__file__).parents[3]
+    assert subprocess.run([sys.executable, "-c", code], check=False, cwd=root).returncode == 0
