@@ -57,8 +57,8 @@ class Axis:
 
 
 def spread(values: Sequence[float | None]) -> float | None:
-    """(max - min) / mean over repetitions; None when a value is missing or there is one only."""
-    known = [value for value in values if value is not None]
+    """(max - min) / mean over repetitions; None when a value is missing or not positive, or there is one only."""
+    known = [value for value in values if value is not None and value > 0]
     if len(known) < max(2, len(values)):
         return None
     return (max(known) - min(known)) / (sum(known) / len(known))

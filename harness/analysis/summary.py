@@ -62,6 +62,7 @@ def summarize(series: Series) -> dict[str, Any]:
         "occupancy_warnings": _occupancy_warnings(series, arms),
         "correctness": series.gate,
         "attempts": [_attempt_row(attempt) for attempt in series.attempts],
+        "started_utc": min((leg.record["started_utc"] for attempt in series.attempts for leg in attempt.legs.values()), default=None),
         "workload": series.plan["workload"],
         "model": series.plan.get("model"),
         "plan_digest": series.plan["digest"],
@@ -82,6 +83,7 @@ def _arm(series: Series, arm: str) -> dict[str, Any]:
     return {
         "role": legs[0].record["role"] if legs else None,
         "role_expected": planned["role_expected"],
+        "role_reasons": legs[0].record["reasons"] if legs else [],
         "driver": planned["driver"],
         "oracle": planned["oracle"],
         "client": legs[0].request.client if legs and legs[0].request else None,
@@ -107,7 +109,13 @@ def _performance(leg: Leg, concurrency: int) -> dict[str, Any]:
 
 
 def _memory(leg: Leg) -> dict[str, Any]:
-    return {"leg": leg.name, "repetition": leg.repetition, **summarise_memory(list(leg.memory), list(leg.marks))}
+    """A memory leg's summary.  A peak the sampler missed, or a stream cut short, is no reading: both become null."""
+    read = summarise_memory(leg.memory, leg.marks)
+    if not read["complete"]:
+        read |= {"peak_pss": None, "stable_pss": None}
+    if read["peak_missed"]:
+        read["peak_pss"] = None
+    return {"leg": leg.name, "repetition": leg.repetition, **read}
 
 
 def _axis_values(arm: dict[str, Any], axis: str) -> list[float | None]:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from harness.evidence.schema import Leg, Series, load_series
+from harness.evidence.schema import EvidenceError, Leg, Series, load_series
 from harness.evidence.store import check_seal
 
 Outputs = Sequence[Sequence[int]]
 
 
-class TokensError(Exception):
+class TokensError(EvidenceError):
     """Two token files that cannot be compared; the message says which and why.  Never a match, never a mismatch."""
 
 
@@ -81,12 +83,18 @@ def series_diffs(series: Series) -> list[LegDiff]:
     return diffs
 
 
-def diff_series(path: Path) -> list[LegDiff]:
-    """:func:`series_diffs` of a series directory whose seal holds.  Raises BrokenSeal, EvidenceError, :class:`TokensError`."""
-    return series_diffs(_load(path))
+def diff_series(path: Path) -> dict[str, Any]:
+    """:func:`series_diffs` of a series directory whose seal holds, as :func:`to_record` gives it.
+
+    Raises BrokenSeal, EvidenceError, and :class:`TokensError` when there are no two legs to compare.
+    """
+    diffs = series_diffs(_load(path))
+    if not diffs:
+        raise TokensError(f"{path.name}: has no two accepted legs to compare")
+    return to_record(diffs)
 
 
-def diff_dirs(a: Path, b: Path) -> list[LegDiff]:
+def diff_dirs(a: Path, b: Path) -> dict[str, Any]:
     """Compare two series leg by leg, by phase, repetition and arm.  A leg that only one of them has is an error naming it."""
     first, second = _load(a), _load(b)
     for name in ("corpus_sha256", "requests", "max_tokens"):
@@ -98,13 +106,24 @@ def diff_dirs(a: Path, b: Path) -> list[LegDiff]:
         raise TokensError(f"only one of {a.name} and {b.name} has an accepted leg {', '.join(lone)}")
     if not legs_a:
         raise TokensError(f"neither {a.name} nor {b.name} has an accepted leg")
-    return [_compare("series", legs_a[name], legs_b[name], gated=is_ours(legs_a[name])) for name in legs_a]
+    return to_record([_compare("series", legs_a[name], legs_b[name], gated=is_ours(legs_a[name])) for name in legs_a])
+
+
+def to_record(diffs: Sequence[LegDiff]) -> dict[str, Any]:
+    """JSON for machines, `lines` for people.  `identical` is over what must agree; where nothing must, over everything."""
+    gated = [leg_diff for leg_diff in diffs if leg_diff.gated]
+    return {
+        "identical": all(leg_diff.diff.same for leg_diff in gated or diffs),
+        "diffs": [dataclasses.asdict(leg_diff) for leg_diff in diffs],
+        "lines": [line for leg_diff in diffs for line in describe(leg_diff)],
+    }
 
 
 def describe(leg_diff: LegDiff, limit: int = 3) -> list[str]:
     """Lines for people: how many outputs agree, and the first divergences by request and position."""
     diff = leg_diff.diff
-    lines = [f"{leg_diff.a} against {leg_diff.b}: {diff.identical}/{diff.of} outputs identical"]
+    note = "" if leg_diff.gated or diff.same else " (reported, not gated)"
+    lines = [f"{leg_diff.a} against {leg_diff.b}: {diff.identical}/{diff.of} outputs identical{note}"]
     lines += [f"  request {d.request}, position {d.position}: {d.a} against {d.b}" for d in diff.divergences[:limit]]
     if len(diff.divergences) > limit:
         lines.append(f"  and {len(diff.divergences) - limit} more requests")

@@ -7,6 +7,7 @@ from typing import Any
 from harness.analysis.ratios import AXES
 from harness.report.text import (
     AXIS_NAMES,
+    MIB,
     NONE,
     absolute,
     cell,
@@ -29,7 +30,9 @@ def render(summary: Summary) -> str:
         _verdict, _arms, _ratios, _plots, _absolutes, _tokens, _occupancy, _memory, _correctness, _attempts, _identities, _machine,
         _reproduce,
     )
-    return "\n".join(line for part in parts for line in part(summary)).rstrip("\n") + "\n"
+    lines = [line for part in parts for line in part(summary)]
+    kept = [line for line, following in zip(lines, [*lines[1:], ""], strict=True) if line or following]
+    return "\n".join(kept) + "\n"
 
 
 def verdict_line(summary: Summary) -> str:
@@ -67,8 +70,10 @@ def _arms(summary: Summary) -> list[str]:
     return [
         "## What against what", "",
         f"{work['requests']} requests, {work['prompt_tokens']:,} prompt ids in all, {work['max_tokens']} outputs each, "
-        f"{work['concurrency']} in flight, greedy; corpus `{work['corpus']}` {short(work['corpus_sha256'])}.", "",
+        f"{work['concurrency']} in flight, greedy; corpus `{work['corpus']}` {short(work['corpus_sha256'])}. "
+        f"Begun {cell(summary['started_utc'])}.", "",
         *table(["arm", "role", "engine", "client", "depth", "dtype", "device", "threads", "load", "eager"], rows),
+        *(f"- **{name}**: {cell(reason)}" for name, arm in _arms_in_order(summary) for reason in arm["role_reasons"]), "",
     ]
 
 
@@ -166,10 +171,16 @@ def _occupancy(summary: Summary) -> list[str]:
 
 def _memory(summary: Summary) -> list[str]:
     rows = [
-        [leg["leg"], *(number(leg.get(name), 1, 1 / 2**20) for name in ("peak_pss", "stable_pss"))]
+        [leg["leg"], *(number(leg[name], 1, 1 / MIB) for name in ("peak_pss", "stable_pss")), (leg["peak"] or {}).get("phase"),
+         *(number((leg["peak"] or {}).get(part), 1, 1 / MIB) for part in ("pss_anon", "pss_file", "pss_shmem")),
+         leg["passes"], leg["partial_passes"], number(leg["max_gap_s"], 2), len(leg["peak_missed"])]
         for arm in dict(_arms_in_order(summary)).values() for leg in arm["memory"]
     ]
-    return ["## Memory", "", "PSS of the whole process tree, MiB.", "", *table(["leg", "peak", "stable"], rows)]
+    return [
+        "## Memory", "", "PSS of the whole process tree, MiB: the peak, the phase it fell in and its parts; the median between first and "
+        "last token; how it was sampled.", "",
+        *table(["leg", "peak", "stable", "phase", "anonymous", "file", "shared", "passes", "partial", "longest gap s", "missed"], rows),
+    ]
 
 
 def _correctness(summary: Summary) -> list[str]:

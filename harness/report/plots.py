@@ -25,6 +25,8 @@ STYLE = {
     "axes.labelcolor": INK, "axes.edgecolor": INK, "xtick.color": INK, "ytick.color": INK, "axes.titlecolor": INK,
     "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.color": INK, "grid.alpha": 0.25, "grid.linewidth": 0.6,
 }
+SHOWN_MARKS = {"loaded": "right", "ready": "left", "first_submit": "right", "last_token": "left"}
+"""Marks drawn in the memory figure, and the side of its line at which a label ends or begins: neighbours turn away from each other."""
 MIB = 2**20
 
 
@@ -54,11 +56,11 @@ def memory_svg(series: Series) -> str | None:
     if not legs:
         return None
     with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(9, 1.2 + 1.5 * len(legs)), layout="constrained")
+        figure = Figure(figsize=(9, 1.0 + 1.7 * len(legs)), layout="constrained")
         rows = figure.subplots(len(legs), 1, sharex=True, sharey=True, squeeze=False)[:, 0]
         for axes, leg in zip(rows, legs, strict=True):
             _memory_row(axes, leg, COLOURS[series.arms.index(leg.arm) % len(COLOURS)])
-        rows[0].set_ylim(bottom=0)
+        rows[0].set_ylim(0, rows[0].get_ylim()[1] * 1.1)
         rows[-1].set_xlabel("seconds since the leg's first sample")
         figure.supylabel("PSS, MiB", color=INK, fontsize=10)
         return _svg(figure)
@@ -81,11 +83,11 @@ def _memory_row(axes: Axes, leg: Leg, colour: str) -> None:
               color=colour, linewidth=1.6)
     axes.set_title(_label(leg.arm, [leg]), loc="left", fontsize=10)
     for mark in leg.marks:
-        if mark["mark"] in ("loaded", "ready", "warm", "first_submit", "last_token"):
-            axes.axvline((mark["t_ns"] - start) / 1e9, color=INK, linewidth=0.8, linestyle=":")
-            if mark["mark"] in ("loaded", "ready", "first_submit"):
-                axes.annotate(mark["mark"].replace("_", " "), ((mark["t_ns"] - start) / 1e9, 0.04), xycoords=("data", "axes fraction"),
-                              rotation=90, fontsize=7, ha="right", va="bottom")
+        if mark["mark"] in SHOWN_MARKS:
+            at = (mark["t_ns"] - start) / 1e9
+            axes.axvline(at, color=INK, linewidth=0.8, linestyle=":")
+            axes.annotate(mark["mark"].replace("_", " "), (at, 0.97), xycoords=("data", "axes fraction"), rotation=90, fontsize=8,
+                          ha=SHOWN_MARKS[mark["mark"]], va="top")
 
 
 def _cumulative(axes: Axes, samples: list[float], colour: str, label: str | None) -> None:

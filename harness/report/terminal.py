@@ -13,20 +13,26 @@ from harness.report.markdown import verdict_line
 from harness.report.text import AXIS_NAMES, interval, percent, ratio
 
 
-def plan_table(plan: dict[str, Any]) -> Table:
-    """One row a leg, in the order they run."""
-    table = Table(title=f"{plan['name']}: {plan['title']}", caption=f"plan {plan['digest'][:12]}", show_lines=False)
-    for column in ("#", "leg", "phase", "driver", "oracle", "options", "environment"):
+def print_plan(plan: dict[str, Any], console: Console) -> None:
+    """Who runs with what, then the legs in the order they run, a block a row."""
+    work = plan["workload"]
+    console.print(f"{plan['name']}: {plan['title']}", markup=False, highlight=False)
+    console.print(f"{work['requests']} requests, {work['prompt_tokens']:,} prompt ids, {work['max_tokens']} outputs each, "
+                  f"{work['concurrency']} in flight; {len(plan['legs'])} legs; plan {plan['digest'][:12]}", highlight=False)
+    for arm in plan["arms"]:
+        console.print(f"\n{arm['name']}: {arm['driver']}" + (f", oracle {arm['oracle']}" if arm["oracle"] else ""), highlight=False)
+        for title in ("options", "environment"):
+            console.print(f"  {title}: {' '.join(f'{name}={value}' for name, value in arm[title].items())}", highlight=False)
+    table = Table(show_edge=False)
+    for column in ("block", "arms, in this order"):
         table.add_column(column)
-    arms = {arm["name"]: arm for arm in plan["arms"]}
-    before = (plan["correctness"] or {"legs": []})["legs"] + plan["warmup"]
-    for number, leg in enumerate(before + plan["legs"], 1):
-        arm = arms[leg["arm"]]
-        table.add_row(
-            str(number), leg["name"], leg.get("phase") or leg["name"].split("-")[0], arm["driver"], arm["oracle"] or "",
-            _pairs(arm["options"]), _pairs(arm["environment"]),
-        )
-    return table
+    if plan["correctness"]:
+        table.add_row(f"correctness, {plan['correctness']['cases']} cases an arm", " ".join(plan["correctness"]["arms"]))
+    table.add_row("warmup, in no number", " ".join(leg["arm"] for leg in plan["warmup"]))
+    for block in plan["blocks"]:
+        table.add_row(f"{block['phase']}-{block['repetition']}", " ".join(block["order"]))
+    console.print()
+    console.print(table)
 
 
 def print_summary(summary: dict[str, Any], series: Path, console: Console) -> None:
@@ -46,7 +52,3 @@ def print_summary(summary: dict[str, Any], series: Path, console: Console) -> No
             table.add_row(AXIS_NAMES[name], ratio(axis["ratio"]), interval(axis["interval"]), spreads, axis["verdict"])
         console.print(table)
     console.print(f"report: {series / 'report.md'}", markup=False, highlight=False, soft_wrap=True)
-
-
-def _pairs(values: dict[str, Any]) -> str:
-    return " ".join(f"{name}={value}" for name, value in values.items())

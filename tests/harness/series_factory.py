@@ -227,7 +227,7 @@ def _marks(folder: Path, traces: list[protocol.Trace]) -> list[dict[str, Any]]:
 def memory_stream(stable: int, marks: list[dict[str, Any]], rng: random.Random) -> bytes:
     """A sampler's stream as `harness.leg.memory` writes it: PSS climbs to 1.5 times `stable` at `loaded`, then stays near it."""
     at = {mark["mark"]: mark["t_ns"] for mark in marks}
-    times = sorted({*range(at["imported"], at["drained"] + 400_000_000, 200_000_000), *at.values()})
+    times = sorted({*range(at["imported"], at["drained"] + 400_000_000, 200_000_000), *at.values()})  # every 0.2 s and at each mark
     rows: list[dict[str, Any]] = []
     for number, t in enumerate(times):
         loading = (t - at["imported"]) / (at["loaded"] - at["imported"])
@@ -235,10 +235,11 @@ def memory_stream(stable: int, marks: list[dict[str, Any]], rng: random.Random) 
         size = round(stable * share * (1 + 0.001 * rng.uniform(-1, 1)))
         common = {"t_ns": t, "cost_s": 0.001, "gap_s": None if number == 0 else (t - times[number - 1]) / 1e9, "partial": False}
         rows.append({"kind": "rss", **common, "processes": [
-            {"pid": 7, "name": "python", "rss_anon": size // 2, "rss_file": size - size // 2, "rss_shmem": 0,
+            {"pid": 7, "start_ticks": 1, "name": "python", "rss_anon": size // 2, "rss_file": size - size // 2, "rss_shmem": 0,
              "hwm": round(stable * 1.51)}]})
         rows.append({"kind": "pss", "trigger": "mark" if t in at.values() else "period", **common, "processes": [
-            {"pid": 7, "name": "python", "pss": size, "pss_anon": size // 2, "pss_file": size - size // 2, "pss_shmem": 0}]})
+            {"pid": 7, "start_ticks": 1, "name": "python", "pss": size, "pss_anon": size // 2,
+             "pss_file": size - size // 2, "pss_shmem": 0}]})
     rows.append({"kind": "end", "t_ns": times[-1] + 1, "reason": "root ended", "period_s": 0.2})
     return protocol.to_gzip("".join(json.dumps(row) + "\n" for row in rows).encode())
 
