@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import zlib
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -20,9 +21,12 @@ HWM_FLOOR = 0.01
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """The rows of a memory.jsonl.gz.  Raises OSError or ValueError when it is not whole."""
-    with gzip.open(path, "rt", encoding="utf-8") as source:
-        return [json.loads(line) for line in source]
+    """The rows of a memory.jsonl.gz.  Raises ValueError naming it when it is not whole."""
+    try:
+        with gzip.open(path, "rt", encoding="utf-8") as source:
+            return [json.loads(line) for line in source]
+    except (gzip.BadGzipFile, EOFError, zlib.error, ValueError) as error:
+        raise ValueError(f"{path}: not a whole stream of the memory sampler: {error}") from None
 
 
 def summarise_memory(rows: Sequence[Row], marks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -1,0 +1,293 @@
+"""The process-tree memory sampler on real processes and on made-up /proc trees, and the summary of its stream."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import subprocess
+import sys
+import textwrap
+import time
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import harness
+from harness.leg import memory
+from harness.leg.memory import MarksWatch, TreeReader
+from harness.leg.memory_summary import read_rows, summarise_memory
+
+ROOT = Path(harness.__file__).parents[1]
+MIB = 1 << 20
+
+# --- real processes ---
+
+CHILD = "import time; x = bytearray(512 << 20); x[::4096] = b'x' * (len(x) // 4096); time.sleep(1.0)"
+ARM = f"""
+    import json, subprocess, sys, threading, time
+    def mark(name):
+        with open("marks.jsonl", "a") as sink:
+            sink.write(json.dumps({{"mark": name, "t_ns": time.monotonic_ns()}}) + "\\n")
+    mark("imported")
+    time.sleep(0.3)
+    worker = threading.Thread(target=lambda: subprocess.run([sys.executable, "-S", "-c", {CHILD!r}]))
+    mark("load_start"); worker.start(); worker.join(); mark("loaded")
+    mark("first_token"); time.sleep(0.8); mark("last_token")
+    time.sleep(0.1)
+"""
+
+
+def run_sampled(folder: Path, arm: str) -> list[dict[str, Any]]:
+    """Run `arm` below a stand-in for the guard, which is the root, and sample it until the root ends."""
+    launcher = f"import subprocess, sys; input(); subprocess.run([sys.executable, '-S', '-c', {textwrap.dedent(arm)!r}])"
+    root = subprocess.Popen([sys.executable, "-c", launcher], cwd=folder, stdin=subprocess.PIPE)
+    sampler = start_sampler(root.pid, folder)
+    try:
+        deadline = time.monotonic() + 10
+        while not (folder / "memory.jsonl.gz.partial").exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        assert root.stdin is not None
+        root.stdin.write(b"\n")
+        root.stdin.close()
+        assert root.wait(30) == 0
+        assert sampler.wait(10) == 0
+    finally:
+        root.kill()
+        sampler.kill()
+        root.wait()
+        sampler.wait()
+    return read_rows(folder / "memory.jsonl.gz")
+
+
+def start_sampler(root: int, folder: Path) -> subprocess.Popen[bytes]:
+    argv = [sys.executable, "-m", "harness.leg.memory", "--root-pid", str(root), "--out", str(folder / "memory.jsonl.gz")]
+    return subprocess.Popen([*argv, "--marks", str(folder / "marks.jsonl"), "--period", "0.2"], cwd=ROOT, stdin=subprocess.PIPE)
+
+
+def test_child_of_a_worker_thread_is_in_the_peak(tmp_path: Path) -> None:
+    rows = run_sampled(tmp_path, ARM)
+    marks = [json.loads(line) for line in (tmp_path / "marks.jsonl").read_text().splitlines()]
+    summary = summarise_memory(rows, marks)
+    assert summary["peak_pss"] == pytest.approx(512 * MIB, rel=0.05)
+    assert summary["peak_pss"] > 512 * MIB
+    assert summary["peak"]["phase"] == "load_start"
+    assert summary["peak"]["processes"] == 2
+    assert sum(summary["peak"][part] for part in ("pss_anon", "pss_file", "pss_shmem")) == pytest.approx(summary["peak_pss"], rel=0.001)
+    assert summary["peak"]["pss_anon"] > 512 * MIB
+    assert 0 < summary["stable_pss"] < 64 * MIB
+    assert summary["stable_passes"] >= 2
+    assert summary["peak_missed"] == []
+    assert summary["complete"]
+    assert rows[-1]["kind"] == "end"
+    assert not (tmp_path / "memory.jsonl.gz.partial").exists()
+
+
+def test_cadence_marks_and_root_left_out(tmp_path: Path) -> None:
+    rows = run_sampled(tmp_path, ARM)
+    rss, pss = ([row for row in rows if row["kind"] == kind] for kind in ("rss", "pss"))
+    assert rows[0]["processes"] == [], "the root itself is not of the leg"
+    gaps = [row["gap_s"] for row in rss[1:]]
+    assert sorted(gaps)[len(gaps) // 2] == pytest.approx(0.2, rel=0.25)
+    for earlier, later in pairwise(pss):
+        if later["trigger"] == "period":
+            assert later["gap_s"] >= max(0.2, 4 * earlier["cost_s"]) * 0.99
+    marks = [json.loads(line)["t_ns"] for line in (tmp_path / "marks.jsonl").read_text().splitlines()]
+    marked = [row["t_ns"] for row in pss if row["trigger"] == "mark"]
+    assert marked
+    assert all(any(0 <= row - mark < 0.5e9 for row in marked) for mark in marks)
+
+
+def test_ends_whole_when_its_input_closes(tmp_path: Path) -> None:
+    root = subprocess.Popen(["sleep", "60"])
+    sampler = start_sampler(root.pid, tmp_path)
+    try:
+        while not (tmp_path / "memory.jsonl.gz.partial").exists():
+            time.sleep(0.01)
+        time.sleep(0.3)
+        assert not (tmp_path / "memory.jsonl.gz").exists()
+        assert sampler.stdin is not None
+        sampler.stdin.close()
+        assert sampler.wait(10) == 0
+    finally:
+        root.kill()
+        root.wait()
+    assert read_rows(tmp_path / "memory.jsonl.gz")[-1]["reason"] == "told to stop"
+
+
+def test_never_writes_over_a_stream(tmp_path: Path) -> None:
+    (tmp_path / "memory.jsonl.gz").write_text("kept")
+    sampler = start_sampler(1 << 22, tmp_path)
+    assert sampler.wait(10) != 0
+    assert (tmp_path / "memory.jsonl.gz").read_text() == "kept"
+
+
+# --- made-up trees ---
+
+
+class Tree:
+    """A /proc of processes below 10."""
+
+    def __init__(self, folder: Path) -> None:
+        self.proc = folder / "proc"
+        self.add(10, [])
+
+    def add(self, pid: int, children: list[int], pss_kb: int = 1000, state: str = "S", thread: int | None = None) -> None:
+        task = self.proc / str(pid) / "task"
+        for tid in {pid, thread or pid}:
+            (task / str(tid)).mkdir(parents=True)
+            (task / str(tid) / "children").write_text("")
+        (task / str(thread or pid) / "children").write_text("".join(f"{child} " for child in children))
+        folder = self.proc / str(pid)
+        folder.joinpath("stat").write_text(f"{pid} (name (x) {pid}) {state} 1 1 1 0 -1 0 0 0 0 0 5 5 0 0 20 0 1 0 {pid}00 0 0\n")
+        folder.joinpath("status").write_text(f"RssAnon:\t{pss_kb} kB\nRssFile:\t8 kB\nRssShmem:\t0 kB\nVmHWM:\t{pss_kb + 8} kB\n")
+        rollup = f"00-01 ---p 00000000 00:00 0  [rollup]\nPss: {pss_kb} kB\nPss_Anon: {pss_kb} kB\nPss_File: 0 kB\nPss_Shmem: 0 kB\n"
+        folder.joinpath("smaps_rollup").write_text(rollup)
+
+    def link(self, parent: int, children: list[int]) -> None:
+        (self.proc / str(parent) / "task" / str(parent) / "children").write_text("".join(f"{child} " for child in children))
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Tree:
+    made = Tree(tmp_path)
+    made.link(10, [11])
+    made.add(11, [12, 13], thread=99)
+    made.add(12, [])
+    made.add(13, [])
+    return made
+
+
+def test_pass_over_children_of_every_thread(tree: Tree) -> None:
+    row = TreeReader(10, tree.proc).pss("period")
+    assert [process["pid"] for process in row["processes"]] == [11, 12, 13]
+    assert not row["partial"]
+    assert summarise_memory([row], [])["peak_pss"] == 3 * 1000 * 1024
+    assert row["processes"][0]["name"] == "name (x) 11"
+
+
+def test_dead_but_unreaped_process_holds_nothing(tree: Tree) -> None:
+    tree.add(14, [], state="Z")
+    (tree.proc / "14" / "smaps_rollup").write_text("")
+    tree.link(12, [14])
+    row = TreeReader(10, tree.proc).pss("period")
+    assert not row["partial"]
+    assert [process["pid"] for process in row["processes"]] == [11, 12, 13]
+
+
+@pytest.mark.parametrize("how", ["vanishes", "dies", "unreadable", "without a field", "forks"])
+def test_pass_that_is_not_of_one_moment_is_no_total(tree: Tree, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    read_fields = memory._read_fields
+
+    def reading(path: Path, fields: Any) -> Any:
+        if path.parent.name == "12":
+            stat = tree.proc / "12" / "stat"
+            if how == "vanishes":
+                stat.unlink()
+                path.unlink()
+            elif how == "dies":
+                stat.write_text(stat.read_text().replace(") S ", ") Z "))
+                path.write_text("")
+            elif how == "unreadable":
+                path.unlink()
+            elif how == "without a field":
+                path.write_text("Pss: 5 kB\nPss_Anon: 5 kB\n")
+            elif how == "forks":
+                tree.add(14, [])
+                tree.link(12, [14])
+        return read_fields(path, fields)
+
+    monkeypatch.setattr(memory, "_read_fields", reading)
+    row = TreeReader(10, tree.proc).pss("period")
+    assert row["partial"]
+    whole = {**row, "partial": False, "processes": [dict(zip(("pss", "pss_anon", "pss_file", "pss_shmem"), (7, 7, 0, 0), strict=True))]}
+    assert summarise_memory([row], [])["peak_pss"] is None
+    summary = summarise_memory([row, whole], [])
+    assert (summary["peak_pss"], summary["passes"], summary["partial_passes"]) == (7, 1, 1)
+
+
+def test_value_that_cannot_be_read_is_null(tree: Tree) -> None:
+    (tree.proc / "12" / "smaps_rollup").unlink()
+    row = TreeReader(10, tree.proc).pss("period")
+    (process,) = (process for process in row["processes"] if process["pid"] == 12)
+    assert process["pss"] is None
+
+
+def test_root_that_is_dead_but_unreaped_is_gone(tree: Tree) -> None:
+    reader = TreeReader(10, tree.proc)
+    assert reader.root_is_alive()
+    stat = tree.proc / "10" / "stat"
+    stat.write_text(stat.read_text().replace(") S ", ") Z "))
+    assert not reader.root_is_alive()
+
+
+def test_marks_are_seen_once_a_line(tmp_path: Path) -> None:
+    marks = tmp_path / "marks.jsonl"
+    watch = MarksWatch(marks)
+    assert not watch.has_new()
+    marks.write_text('{"mark": "imported"')
+    assert not watch.has_new()
+    marks.write_text('{"mark": "imported"}\n')
+    assert watch.has_new()
+    assert not watch.has_new()
+
+
+# --- the summary ---
+
+
+def pss_row(t_s: float, *sizes: int, partial: bool = False, cost_s: float = 0.1) -> dict[str, Any]:
+    processes = [{"pid": pid, "pss": size, "pss_anon": size, "pss_file": 0, "pss_shmem": 0} for pid, size in enumerate(sizes)]
+    return {"kind": "pss", "t_ns": round(t_s * 1e9), "cost_s": cost_s, "partial": partial, "processes": processes}
+
+
+def rss_row(*processes: tuple[int, int, int | None]) -> dict[str, Any]:
+    rows = [
+        {"pid": pid, "start_ticks": 1, "name": f"n{pid}", "rss_anon": rss, "rss_file": 0, "rss_shmem": 0, "hwm": hwm}
+        for pid, rss, hwm in processes
+    ]
+    return {"kind": "rss", "t_ns": 0, "cost_s": 0.0, "partial": False, "processes": rows}
+
+
+MARKS = [{"mark": mark, "t_ns": t_ns} for mark, t_ns in (("load_start", 1e9), ("first_token", 3e9), ("progress", 4e9), ("last_token", 6e9))]
+
+
+def test_peak_and_stable_stand_on_complete_passes_only() -> None:
+    rows = [
+        pss_row(0, 5), pss_row(2, 60, 40), pss_row(2.5, 500, partial=True), pss_row(3, 10), pss_row(4, 30), pss_row(5, 20),
+        pss_row(5.5, 900, partial=True), pss_row(7, 70, cost_s=0.7),
+    ]
+    summary = summarise_memory(rows, MARKS)
+    assert summary["peak_pss"] == 100
+    assert summary["peak"] == {"t_ns": 2e9, "phase": "load_start", "processes": 2, "pss_anon": 100, "pss_file": 0, "pss_shmem": 0}
+    assert (summary["stable_pss"], summary["stable_passes"]) == (20, 3)
+    assert (summary["passes"], summary["partial_passes"]) == (6, 2)
+    assert summary["mean_cost_s"] == pytest.approx(0.2)
+    assert summary["max_gap_s"] == pytest.approx(2)
+    assert not summary["complete"]
+
+
+@pytest.mark.parametrize("marks", [[], MARKS[:2], MARKS[3:]])
+def test_no_stable_pss_without_both_marks(marks: list[dict[str, Any]]) -> None:
+    assert summarise_memory([pss_row(4, 30)], marks)["stable_pss"] is None
+
+
+def test_nothing_complete_is_null_not_zero() -> None:
+    for rows in ([], [pss_row(4, 30, partial=True)], [pss_row(4)]):
+        summary = summarise_memory(rows, MARKS)
+        assert [summary[name] for name in ("peak_pss", "peak", "stable_pss", "mean_cost_s", "max_gap_s")] == [None] * 5
+
+
+def test_peak_between_two_samples_is_reported_as_missed() -> None:
+    rows = [rss_row((1, 1000, 1000), (2, 100, 100)), rss_row((1, 1000, 1040), (2, 100, 200)), rss_row((1, 900, 1040))]
+    assert summarise_memory(rows, [])["peak_missed"] == [{"pid": 2, "name": "n2", "sampled_rss": 100, "hwm": 200}]
+    assert summarise_memory([rss_row((1, 1000, 1060))], [])["peak_missed"] == [{"pid": 1, "name": "n1", "sampled_rss": 1000, "hwm": 1060}]
+    assert summarise_memory([rss_row((1, 100_000, 100_000), (2, 100, 200))], [])["peak_missed"] == [], "too small to matter"
+
+
+def test_cut_stream_is_an_error(tmp_path: Path) -> None:
+    whole = gzip.compress(b'{"kind": "end"}\n' * 1000)
+    (tmp_path / "cut.gz").write_bytes(whole[:-9])
+    with pytest.raises(ValueError, match=r"cut\.gz: not a whole stream"):
+        read_rows(tmp_path / "cut.gz")
