@@ -58,14 +58,14 @@ def run_series(
 @app.command()
 def plan(spec: SpecArgument, as_json: JsonOption = False) -> int:
     """Print what a series would run, leg by leg, without running anything."""
-    from harness.report.terminal import plan_table
+    from harness.report.terminal import print_plan
     from harness.series.runner import prepare
 
     made = prepare(repository_root(), spec).plan
     if as_json:
         print(json.dumps(made, indent=2))
     else:
-        out_console.print(plan_table(made))
+        print_plan(made, out_console)
     return Exit.PASS
 
 
@@ -179,8 +179,6 @@ def main() -> None:
 
 
 def _run(arguments: list[str]) -> int:
-    import click
-
     from harness.evidence.schema import EvidenceError
     from harness.evidence.store import BrokenSeal
     from harness.machine.lock import LockError
@@ -192,13 +190,12 @@ def _run(arguments: list[str]) -> int:
         err_console.print(f"{code.name}: {text}", markup=False, highlight=False, soft_wrap=True)
         return code
 
+    # typer may bring a click of its own: the base of all usage errors is reached through the one that typer names
+    usage_error: Any = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
     try:
         returned = app(arguments, standalone_mode=False)
         return int(returned or 0)
-    except click.exceptions.NoArgsIsHelpError as error:
-        error.show()
-        return Exit.USAGE
-    except click.ClickException as error:
+    except usage_error as error:
         error.show()
         return Exit.USAGE
     except SpecError as error:
@@ -207,7 +204,7 @@ def _run(arguments: list[str]) -> int:
         return fail(Exit.REFUSED, str(error))
     except (CannotResume, EvidenceError, BrokenSeal, FileExistsError) as error:
         return fail(Exit.ERROR, str(error))
-    except (KeyboardInterrupt, click.Abort):
+    except (KeyboardInterrupt, typer.Abort):
         return fail(Exit.INTERRUPTED, "interrupted; go on with `parity run-series SPEC --resume DIR`")
 
 

@@ -89,6 +89,6 @@ def _models(root: Path) -> tuple[bool, str]:
 
 def _tree(root: Path) -> tuple[bool, str]:
     record = repository_record(root)
-    if record["head"] is None:
+    if record["commit"] is None:
         return True, "not a git checkout: series made here are non-binding"
-    return True, f"commit {record['head'][:12]}" + (", with changes: series made here are non-binding" if record["dirty"] else "")
+    return True, f"commit {record['commit'][:12]}" + (", with changes: series made here are non-binding" if record["dirty"] else "")

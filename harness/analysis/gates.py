@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from harness.analysis.tokens import LegDiff
+from harness.evidence import layout
 from harness.evidence.schema import MEASURED, Leg, Series
 from harness.verdict import Exit
 
@@ -15,24 +16,28 @@ def series_failures(series: Series) -> tuple[Exit | None, Reasons]:
     """ERROR or VOID with its reasons when the series as a whole cannot count, else (None, [])."""
     errors = _changed_arms(series)
     voids: Reasons = []
-    for phase in MEASURED:
-        done = {block.repetition for block in series.accepted(phase)}
-        for block in series.plan["blocks"]:
-            if block["phase"] != phase or block["repetition"] in done:
-                continue
-            name = f"{phase}-{block['repetition']}"
-            tried = [a for a in series.attempts if (a.phase, a.repetition) == (phase, block["repetition"])]
-            ended = [a for a in tried if a.record["status"] != "interrupted"]
-            if not ended:
-                errors.append(f"{name}: did not run to its end; `--resume` the series")
-                continue
-            last = ended[-1].record
-            why = "; ".join(last["reasons"]) or "no reason given"
-            text = f"{name}: none of {len(tried)} attempts is ok, the last is {last['status']}: {why}"
-            (voids if last["status"] == "void" else errors).append(text)
+    not_run: Reasons = []
+    before = [(layout.CORRECTNESS, 1)] if series.plan["correctness"] else []
+    for phase, repetition in [*before, (layout.WARMUP, 1), *((block["phase"], block["repetition"]) for block in series.plan["blocks"])]:
+        if repetition in {block.repetition for block in series.accepted(phase)}:
+            continue
+        name = layout.block_name(phase, repetition) if phase in MEASURED else phase
+        ended = [a for a in series.attempts if (a.phase, a.repetition) == (phase, repetition) and a.record["status"] != "interrupted"]
+        if not ended:
+            not_run.append(name)
+            continue
+        last = ended[-1].record
+        why = "; ".join(last["reasons"]) or "no reason given"
+        text = f"{name}: none of {len(ended)} attempts is ok, the last is {last['status']}: {why}"
+        (voids if last["status"] == "void" else errors).append(text)
+    if series.gate is not None and not series.gate["ok"] and not_run:
+        voids += [f"no timing on wrong tokens: {reason}" for reason in _correctness(series)]
+    if not_run and not (errors or voids):
+        errors.append("the series did not run to its end; go on with `--resume`")
+    tail = [f"not run: {', '.join(not_run)}"] if not_run else []
     if errors:
-        return Exit.ERROR, errors + voids
-    return (Exit.VOID, voids) if voids else (None, [])
+        return Exit.ERROR, [*errors, *voids, *tail]
+    return (Exit.VOID, [*voids, *tail]) if voids else (None, [])
 
 
 def _changed_arms(series: Series) -> Reasons:

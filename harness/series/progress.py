@@ -26,7 +26,7 @@ class Progress:
 
     def leg(self, name: str, kind: str) -> None:
         """A leg begins.  `kind` groups legs that last about as long (an arm and its phase)."""
-        self._name, self._kind, self._started, self._said = name, kind, time.monotonic(), 0.0
+        self._name, self._kind, self._started, self._said = name, kind, time.monotonic(), time.monotonic()
         self.update("waiting for an idle machine")
 
     def update(self, doing: str) -> None:

@@ -60,7 +60,7 @@ def test_a_series_of_good_arms_is_sealed_and_reported(run: Run, tmp_path: Path) 
     gate = json.loads((series / "correctness" / "gate.json").read_bytes())
     assert (gate["ok"], gate["cases"], gate["passed"], gate["skipped"]) == (True, 8, 8, 0)
     assert json.loads((series / "manifest.jsonl").read_text().splitlines()[-1])["sealed"] is True
-    assert "correctness" in (series / "report.md").read_text()
+    assert "## Correctness" in (series / "report.md").read_text()
     assert cli._run(["summarize", str(series)]) == code
     records = [json.loads(path.read_bytes()) for path in series.glob("blocks/*/*/*/leg.json")]
     assert len({record["code_sha256"] for record in records}) == 1, "ON and OFF run one code"
