@@ -22,7 +22,7 @@ from typing import Any
 from harness.machine import host
 from legs.protocol import to_json
 
-DISK_BYTES = 4 << 30
+DISK_BYTES = 2 << 30
 PACKAGES = ("torch", "triton", "transformers", "numpy", "nvidia-ml-py", "safetensors", "nvidia-cublas", "vllm")
 
 
@@ -84,7 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("out", type=Path, metavar="OUT.json")
     parser.add_argument("--commit", help="commit of the code, where the machine has no repository")
     parser.add_argument("--only", nargs="+", metavar="SECTION", help="run these sections alone")
-    parser.add_argument("--scratch", type=Path, default=Path(tempfile.gettempdir()), help="folder on the disk to measure (default: the temporary one)")
+    parser.add_argument("--scratch", type=Path, default=Path(tempfile.gettempdir()), help="folder on the disk to measure")
     chosen = parser.parse_args(arguments)
     offered = sections(chosen.scratch)
     if unknown := sorted(set(chosen.only or ()) - offered.keys()):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -129,8 +130,9 @@ def linears() -> list[dict[str, Any]]:
         cases: dict[str, tuple[tuple[str, ...], bool]] = {**{name: ((name,), False) for name in LINEARS}, "all": (tuple(LINEARS), False)}
         if rows in HEAD_ROWS:
             cases |= {"head": ((), True), "all_and_head": (tuple(LINEARS), True)}
-        found = {name: statistics.median(device_times(captured(lambda c=case, r=run: r(*c)).replay, repeats)) for name, case in cases.items()}
-        out.append({"rows": rows, "median_ms": found})
+        graphs = {name: captured(partial(run, *case)) for name, case in cases.items()}
+        times = {name: statistics.median(device_times(graph.replay, repeats)) for name, graph in graphs.items()}
+        out.append({"rows": rows, "median_ms": times})
     return out
 
 
@@ -150,7 +152,6 @@ def graph_replay(nodes: int = 330) -> dict[str, Any]:
         start = time.perf_counter()
         graph.replay()
         host.append((time.perf_counter() - start) * 1e3)
-    start = time.perf_counter()
     eager = device_times(chain, 10)
     return {"nodes": nodes, "device_ms": statistics.median(device), "device_us_a_node": statistics.median(device) * 1e3 / nodes,
             "host_call_ms": statistics.median(host), "eager_ms": statistics.median(eager)}

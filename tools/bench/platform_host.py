@@ -135,13 +135,20 @@ def read_rate(path: Path, threads: int, direct: bool) -> float:
     return size / spent
 
 
+def file_system(folder: Path) -> str | None:
+    """Type of the file system that `folder` lies on, from /proc/self/mounts."""
+    mounts = [line.split() for line in host.read_text("self/mounts").splitlines()]
+    here = [(len(fields[1]), fields[2]) for fields in mounts if folder.resolve().is_relative_to(fields[1])]
+    return max(here, key=lambda found: found[0])[1] if here else None
+
+
 def disk(folder: Path, size: int) -> dict[str, Any]:
     """Eviction and read rates on the file system of `folder`, over one file of `size` bytes of random data that is removed at the end.
 
     Cold means cold for this machine's page cache; a virtual disk may still be cached by its host.
     """
     path = folder / "platform-facts.scratch"
-    out: dict[str, Any] = {"bytes": size, "pages": size // PAGE}
+    out: dict[str, Any] = {"file_system": file_system(folder), "bytes": size, "pages": size // PAGE}
     block = os.urandom(BLOCK)
     try:
         with path.open("wb") as sink:
