@@ -5,6 +5,7 @@ An oracle file is the only place that names a version.  Its environment lies in 
 
 from __future__ import annotations
 
+import functools
 import json
 import platform
 import shutil
@@ -183,6 +184,7 @@ def this_machine() -> dict[str, Any]:
     }
 
 
+@functools.cache
 def _pythons() -> dict[str, str]:
     """CPython interpreters here, ours first, each asked for its own version (a shim on PATH may lead nowhere)."""
     found: dict[str, str] = {}

@@ -47,6 +47,8 @@ def wrong_identity(oracle: Oracle, who: Mapping[str, Any]) -> list[str]:
         f"{name} is {value!r}, the oracle file {oracle.name}.toml has {getattr(pin, name)!r}"
         for name, value in told.items() if value != getattr(pin, name)
     ]
+    if not pin.record_sha256:
+        reasons.append(f"{oracle.name}.toml does not know its record_sha256 yet")
     missing = who.get("missing")
     if missing is None:
         return [*reasons, "it does not tell which requirements are missing"]

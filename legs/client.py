@@ -32,6 +32,10 @@ class Engine(Protocol):
         ...
 
 
+STALL_NS = 120_000_000_000
+"""How long nothing may come out while requests are in flight: far above any step, so that a lost request ends the leg with its name."""
+
+
 @dataclass
 class _Open:
     scheduled_ns: int
@@ -41,7 +45,7 @@ class _Open:
 
 
 class ClientError(RuntimeError):
-    """The engine broke the contract of the loop: an unknown request, ids after a finish, a finish without ids."""
+    """The engine broke the contract of the loop: an unknown request, ids after a finish, a finish without ids, a lost request."""
 
 
 def closed_loop(
@@ -54,7 +58,7 @@ def closed_loop(
     """Run all `prompts` with `concurrency` in flight.
 
     Returns the traces and the output ids, both in prompt order; times are `clock`'s nanoseconds.  `on_progress(t_ns, ids so far)` is
-    called after each step that brought ids.  Raises :class:`ClientError` when the engine breaks the contract.
+    called after each step that brought something.  Raises :class:`ClientError` when the engine breaks the contract.
     """
     open_: dict[int, _Open] = {}
     traces: dict[int, Trace] = {}
@@ -67,12 +71,15 @@ def closed_loop(
         open_[index] = _Open(scheduled_ns, clock())
         engine.submit(index, prompts[index])
 
-    start = clock()
+    start = heard = clock()
     for _ in range(min(concurrency, len(prompts))):
         submit(start)
     while open_:
         deltas = engine.step()
         now = clock()
+        heard = now if deltas else heard
+        if now - heard > STALL_NS:
+            raise ClientError(f"nothing came out for {STALL_NS // 10**9} s; in flight: {', '.join(map(str, sorted(open_)))}")
         for index, ids, finish in deltas:
             if index not in open_:
                 raise ClientError(f"request {index} brought ids but is not in flight")
