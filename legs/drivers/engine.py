@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 
 import engine
 from engine.api import LLM, SamplingParams
-from engine.errors import ConfigError
+from engine.errors import ConfigError, EngineError
 from legs.client import Delta
 from legs.drivers.common import STAGE, main
 from legs.protocol import LegRequest, Marks, sha256
@@ -84,4 +85,7 @@ def _cpu_name() -> str:
 
 
 if __name__ == "__main__":
-    main(build)
+    try:
+        main(build)
+    except EngineError as error:
+        sys.exit(f"engine: {error}")
