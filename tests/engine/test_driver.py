@@ -109,7 +109,8 @@ def test_an_option_that_is_not_built_ends_the_leg_in_one_line(tmp_path: Path, re
 def test_options_without_a_choice_are_refused_by_name(tmp_path: Path, references: dict[str, Reference], option: str, value: Any) -> None:
     request = LegRequest(
         protocol=PROTOCOL, leg="x", phase="performance", arm="on", driver="engine", corpus="c", corpus_sha256="0",
-        requests=1, warmup_requests=0, max_tokens=4, min_tokens=4, ignore_eos=True, concurrency=1, client="step", options={**OPTIONS, option: value})
+        requests=1, warmup_requests=0, max_tokens=4, min_tokens=4, ignore_eos=True, concurrency=1, client="step",
+        options={**OPTIONS, option: value})
     with pytest.raises(EngineError, match=option):
         build(request, references["llama"].folder, Marks(tmp_path / "marks.jsonl"))
 
