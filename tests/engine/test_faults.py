@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from engine import runner
 from engine.api import LLM
+from engine.batch import pack
 from engine.kernels import attention, dispatch
 from engine.request import Request
 from engine.runner import Runner
@@ -23,21 +23,17 @@ OPTIONS: dict[str, Any] = {"max_num_batched_tokens": 64, "max_num_seqs": 4}
 
 def decode_position_plus_one(patch: Patch) -> None:
     """Decodes rotated one position too far (a shift of all positions alike is no fault: rotary attention is relative)."""
-    pack = runner.pack
-
     def faulty(*args: Any) -> Any:
         batch = pack(*args)
         positions = batch.positions.clone()
         positions[batch.last_rows] += 1
         return dataclasses.replace(batch, positions=positions)
 
-    patch.setattr(runner, "pack", faulty)
+    patch.setattr("engine.runner.pack", faulty)
 
 
 def chunk_position_plus_one(patch: Patch) -> None:
     """A prompt's second chunk rotated one position too far."""
-    pack = runner.pack
-
     def faulty(*args: Any) -> Any:
         batch = pack(*args)
         positions = batch.positions.clone()
@@ -46,7 +42,7 @@ def chunk_position_plus_one(patch: Patch) -> None:
                 positions[first : first + length] += 1
         return dataclasses.replace(batch, positions=positions)
 
-    patch.setattr(runner, "pack", faulty)
+    patch.setattr("engine.runner.pack", faulty)
 
 
 def blocks_swapped(patch: Patch) -> None:
@@ -73,9 +69,7 @@ def mask_off_by_one(patch: Patch) -> None:
 def length_off_by_one(patch: Patch) -> None:
     """A decode does not see its own token."""
     length_mask = attention.length_mask
-    from engine import batch
-
-    patch.setattr(batch, "length_mask", lambda lengths, longest, dtype: length_mask((lengths - 1).clamp(min=1), longest, dtype))
+    patch.setattr("engine.batch.length_mask", lambda lengths, longest, dtype: length_mask((lengths - 1).clamp(min=1), longest, dtype))
 
 
 def residual_dropped(patch: Patch) -> None:

@@ -25,6 +25,11 @@ WEIGHTS = "model.safetensors"
 DOWN = "model.layers.1.mlp.down_proj.weight"
 
 
+def replace_by_folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
 def edit_bytes(path: Path, edit: Callable[[bytes], bytes]) -> None:
     path.write_bytes(edit(path.read_bytes()))
 
@@ -74,7 +79,7 @@ BAD: list[tuple[str, Callable[[Path], Any], str]] = [
     ("not-safetensors", lambda d: (d / WEIGHTS).write_bytes(b"PK\x03\x04" * 100), r"model\.safetensors: .*not a safetensors file"),
     ("not-json", lambda d: (d / WEIGHTS).write_bytes((3).to_bytes(8, "little") + b"{a}"), r"model\.safetensors: not a safetensors file"),
     ("gone", lambda d: (d / WEIGHTS).unlink(), r"model\.safetensors: no such file"),
-    ("a-folder", lambda d: ((d / WEIGHTS).unlink(), (d / WEIGHTS).mkdir()), r"model\.safetensors: not a safetensors file"),
+    ("a-folder", lambda d: replace_by_folder(d / WEIGHTS), r"model\.safetensors: not a safetensors file"),
     ("span", lambda d: edit_header(d / WEIGHTS, move_offset), rf"model\.safetensors: tensor {DOWN} is F32"),
     ("overlap", lambda d: edit_header(d / WEIGHTS, overlap), rf"model\.safetensors: tensor {DOWN} begins at byte .*hole or overlap"),
     ("shape-span", lambda d: edit_header(d / WEIGHTS, swap_shape), r"tensor model\.norm\.weight is F32 \[63\] but spans 256 bytes"),
