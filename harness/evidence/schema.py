@@ -65,6 +65,7 @@ GATE_FIELDS: Fields = {
     "schema": int, "ok": bool, "cases": int, "passed": int, "skipped": int, "failures": list, "reference_sha256": OPTIONAL,
     "on_off_identical": (bool, type(None)),
 }
+TEXT_LISTS = ("reasons", "order")
 SERIES_FIELDS: Fields = {"schema": int, "machine": dict, "repository": dict}
 REPOSITORY_FIELDS: Fields = {"commit": OPTIONAL, "dirty": (bool, type(None))}
 
@@ -273,6 +274,8 @@ def _check(value: Any, fields: Fields, where: str) -> dict[str, Any]:
             raise EvidenceError(f"{where}: field `{name}` is missing")
         if not isinstance(value[name], kind) or (isinstance(value[name], bool) and kind in (int, NUMBER)):
             raise EvidenceError(f"{where}: field `{name}` is {value[name]!r}, expected {kind}")
+        if kind is list and name in TEXT_LISTS and not all(isinstance(item, str) for item in value[name]):
+            raise EvidenceError(f"{where}: field `{name}` is {value[name]!r}, expected a list of texts")
     if "schema" in fields and value["schema"] != SCHEMA:
         raise EvidenceError(f"{where}: field `schema` is {value['schema']}, this version reads {SCHEMA}")
     return value

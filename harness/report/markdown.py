@@ -110,10 +110,13 @@ def _ratio_row(pair: Summary, name: str, axis: Summary) -> list[str]:
 
 
 def _plots(summary: Summary) -> list[str]:
-    return [
-        "![Time to first token and time per output token of each request, by arm](plots/latency.svg)", "",
-        "![PSS of the process tree over time, by arm](plots/memory.svg)", "",
-    ]
+    arms = summary["arms"].values()
+    figures = []
+    if any(arm["performance"] for arm in arms):
+        figures += ["![Time to first token and time per output token of each request, by arm](plots/latency.svg)", ""]
+    if any(arm["memory"] for arm in arms):
+        figures += ["![PSS of the process tree over time, by arm](plots/memory.svg)", ""]
+    return figures
 
 
 def _absolutes(summary: Summary) -> list[str]:

@@ -12,6 +12,7 @@ import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from harness.evidence import layout
 from harness.evidence.store import create_series, read_manifest, record, record_tree, seal
@@ -36,6 +37,8 @@ class Recipe:
     concurrency: int = 4
     step_us: dict[str, int] = dataclasses.field(default_factory=lambda: {"on": 800, "off": 820, "pin": 1000})
     pss_mib: dict[str, int] = dataclasses.field(default_factory=lambda: {"on": 300, "off": 600, "pin": 900})
+    together: tuple[str, ...] = ()
+    """Arms that prefill all waiting requests in one step, so that their requests also end together."""
     noise: float = 0.004
     seed: int = 1
     primary: str = "total_throughput"
@@ -53,10 +56,10 @@ class Recipe:
 
 
 class _Engine:
-    """A made-up engine: one prefill a step, one id a step for every request in flight."""
+    """A made-up engine: one prefill a step (or all at once), one id a step for every request in flight."""
 
-    def __init__(self, step_ns: int, max_tokens: int) -> None:
-        self.now, self.step_ns, self.max_tokens = 10**12, step_ns, max_tokens
+    def __init__(self, step_ns: int, max_tokens: int, together: bool) -> None:
+        self.now, self.step_ns, self.max_tokens, self.together = 10**12, step_ns, max_tokens, together
         self.waiting: list[int] = []
         self.running: dict[int, int] = {}
 
@@ -69,8 +72,9 @@ class _Engine:
 
     def step(self) -> list[Delta]:
         self.now += self.step_ns
-        if self.waiting:
-            self.running[self.waiting.pop(0)] = 0
+        admitted = len(self.waiting) if self.together else min(1, len(self.waiting))
+        self.running |= dict.fromkeys(self.waiting[:admitted], 0)
+        del self.waiting[:admitted]
         deltas = []
         for index in list(self.running):
             self.running[index] += 1
@@ -83,7 +87,11 @@ class _Engine:
 
 def make_series(path: Path, **changes: Any) -> Path:
     """Write a series at `path` after a :class:`Recipe` with `changes`, and return `path`."""
-    recipe = Recipe(**changes)
+    with mock.patch("os.fsync"):  # a test's evidence need not outlive a power cut, and its hundreds of flushes would cost seconds
+        return _make(path, Recipe(**changes))
+
+
+def _make(path: Path, recipe: Recipe) -> Path:
     rng = random.Random(recipe.seed)
     create_series(path)
     (path / layout.SPEC).write_text(f'schema = 1\nname = "synthetic"\n[verdict]\nmargin = {recipe.margin}\n')
@@ -94,16 +102,15 @@ def make_series(path: Path, **changes: Any) -> Path:
         "repository": {"commit": "c0ffee" * 6 + "c0ff", "dirty": recipe.dirty},
     })
     record(path, [layout.SPEC, layout.PLAN, layout.SERIES])
+    if recipe.planned_gate:
+        _attempts(path, recipe, plan, rng, {"phase": layout.CORRECTNESS, "repetition": 1, "order": plan["correctness"]["arms"]})
     if recipe.gate is not None:
         gate = {"schema": 1, "ok": True, "cases": 4, "passed": 4, "skipped": 0, "failures": [], "reference_sha256": "ef" * 32,
                 "on_off_identical": True, **recipe.gate}
-        (path / layout.CORRECTNESS).mkdir()
+        (path / layout.CORRECTNESS).mkdir(exist_ok=True)
         _write(path / layout.CORRECTNESS / layout.GATE, gate)
-        record_tree(path, layout.CORRECTNESS)
-    for arm, role in recipe.arms:
-        _leg(path, recipe, plan, rng, (layout.WARMUP, 1, 1), arm, role, "ok", 0)
-    _block(path, (layout.WARMUP, 1, 1), [arm for arm, _ in recipe.arms], "ok")
-    record_tree(path, layout.WARMUP)
+        record(path, f"{layout.CORRECTNESS}/{layout.GATE}")
+    _attempts(path, recipe, plan, rng, {"phase": layout.WARMUP, "repetition": 1, "order": [arm for arm, _ in recipe.arms]})
     for block in plan["blocks"]:
         _attempts(path, recipe, plan, rng, block)
     if recipe.sealed:
@@ -151,15 +158,15 @@ def make_plan(recipe: Recipe) -> dict[str, Any]:
 
 def _attempts(path: Path, recipe: Recipe, plan: dict[str, Any], rng: random.Random, block: dict[str, Any]) -> None:
     roles = dict(recipe.arms)
-    name = layout.block_name(block["phase"], block["repetition"])
+    phase, repetition = block["phase"], block["repetition"]
+    name = layout.block_name(phase, repetition) if phase in ("memory", "performance") else phase
     for number, status in enumerate(recipe.statuses.get(name, ["ok"]), 1):
-        place = (block["phase"], block["repetition"], number)
+        place = (phase, repetition, number)
         order = block["order"] if status == "ok" else block["order"][:1]
         for position, arm in enumerate(order):
             _leg(path, recipe, plan, rng, place, arm, roles[arm], status, position)
         _block(path, place, order, status)
-    if recipe.statuses.get(name, ["ok"]):
-        record_tree(path, f"{layout.BLOCKS}/{name}")
+        record_tree(path, layout.block_folder(path, *place).relative_to(path).as_posix())
 
 
 def _leg(path: Path, recipe: Recipe, plan: dict[str, Any], rng: random.Random, place: tuple[str, int, int], arm: str, role: str,
@@ -178,7 +185,7 @@ def _leg(path: Path, recipe: Recipe, plan: dict[str, Any], rng: random.Random, p
     protocol.write_request(folder, request)
     _write(folder / layout.IDLE, {"schema": 1, "decision": "idle", "samples": []})
     step_ns = round(recipe.step_us[arm] * 1000 * (1 + recipe.noise * rng.uniform(-1, 1)))
-    engine = _Engine(step_ns, recipe.max_tokens)
+    engine = _Engine(step_ns, recipe.max_tokens, arm in recipe.together)
     traces, outputs = closed_loop(engine, [[1] * recipe.prompt] * recipe.requests, recipe.concurrency, clock=engine.clock)
     if recipe.tokens is not None:
         outputs = recipe.tokens(arm, phase, repetition, outputs)
@@ -260,8 +267,9 @@ def reseal(series: Path) -> None:
     """Put a new manifest and seal over whatever now lies where the recorded files were."""
     names = [name for name in read_manifest(series).files if (series / name).exists()]
     (series / layout.MANIFEST).unlink()
-    record(series, names)
-    seal(series)
+    with mock.patch("os.fsync"):
+        record(series, names)
+        seal(series)
 
 
 def copy_series(series: Path, to: Path) -> Path:

@@ -1,0 +1,222 @@
+"""The report says what the summary says, hides nothing, and comes out the same from the same evidence."""
+
+from __future__ import annotations
+
+import re
+import xml.etree.ElementTree as ET
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness.evidence import layout
+from harness.evidence.schema import load_series
+from harness.evidence.store import BrokenSeal, check_seal
+from harness.report.build import build_report
+from harness.report.markdown import render
+from harness.report.plots import latency_svg, memory_svg, pss_over_time
+from harness.report.scoreboard import render_scoreboard
+from harness.report.text import NONE, absolute, cell, flatten, number, table
+from tests.harness.series_factory import alter_id, edit_json, make_series, reseal
+
+DERIVED = ("summary.json", "report.md", "plots/latency.svg", "plots/memory.svg")
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    series = make_series(tmp_path_factory.mktemp("built") / "series", statuses={"performance-2": ["void", "ok"]})
+    return series, build_report(series)
+
+
+def report_of(path: Path, **changes: Any) -> str:
+    series = make_series(path / "series", **changes)
+    build_report(series)
+    return (series / "report.md").read_text()
+
+
+def test_everything_derived_is_written_and_the_seal_still_holds(built: tuple[Path, dict[str, Any]]) -> None:
+    series, summary = built
+    assert all((series / name).is_file() for name in DERIVED)
+    check_seal(series)
+    assert summary["exit_code"] == 0
+    assert (series / "report.md").read_text() == render(summary)
+
+
+def test_the_same_evidence_gives_the_same_bytes(built: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    series, _ = built
+    before = {name: (series / name).read_bytes() for name in DERIVED}
+    (series / "report.md").write_text("something else")
+    build_report(series)
+    assert {name: (series / name).read_bytes() for name in DERIVED} == before
+    again = make_series(tmp_path / "series", statuses={"performance-2": ["void", "ok"]})
+    build_report(again)
+    assert {name: (again / name).read_bytes() for name in DERIVED} == before
+
+
+def test_the_verdict_line_comes_first(built: tuple[Path, dict[str, Any]]) -> None:
+    first = render(built[1]).splitlines()[0]
+    assert re.fullmatch(r"\*\*PASS \(FASTER\)\*\* · total throughput, on \[ours\] / pin \[pin\]: 1\.2\d{3}x, "
+                        r"95 % interval 1\.\d{4} to 1\.\d{4} over 3 blocks; margin 2\.0 %", first)
+
+
+def test_every_ratio_stands_with_each_block_its_spread_and_its_role(built: tuple[Path, dict[str, Any]]) -> None:
+    _, summary = built
+    text = render(summary)
+    for pair in summary["pairs"]:
+        section = text.split(f"### {pair['ours']} [{pair['roles'][0]}] / {pair['base']} [{pair['roles'][1]}]")[1].split("###")[0]
+        rows = [line for line in section.splitlines() if line.startswith("| ") and ("↑" in line or "↓" in line)]
+        assert len(rows) == 9
+        for (name, axis), row in zip(((n, pair["axes"][n]) for n in _order(pair)), rows, strict=True):
+            assert f"| {pair['base']} [{pair['roles'][1]}] | {axis['ratio']:.4f} |" in row
+            assert " ".join(f"{value:.4f}" for value in axis["per_block"]) in row
+            assert f"{axis['interval'][0]:.4f} to {axis['interval'][1]:.4f}" in row
+            assert f"{100 * axis['spread_ours']:.2f} % | {100 * axis['spread_base']:.2f} %" in row
+            assert ("↑" in row) == name.endswith("throughput")
+
+
+def _order(pair: dict[str, Any]) -> list[str]:
+    from harness.analysis.ratios import AXES
+
+    return [axis for axis in AXES if axis in pair["axes"]]
+
+
+def test_lost_attempts_are_shown(built: tuple[Path, dict[str, Any]]) -> None:
+    text = render(built[1])
+    assert "| performance-2 | 1 | void | planted void |" in text
+    assert "none was repeated" not in text
+
+
+def test_an_eager_oracle_gets_no_verdict(tmp_path: Path) -> None:
+    text = report_of(tmp_path, arms=(("on", "ours"), ("off", "ours"), ("pin", "eager")))
+    assert text.startswith("**INCONCLUSIVE** · total throughput, on [ours] / pin [eager]: 1.2")
+    section = text.split("### on [ours] / pin [eager]")[1].split("###")[0]
+    rows = [line for line in section.splitlines() if "↑" in line or "↓" in line]
+    assert len(rows) == 9 and all("| pin [eager] |" in row and row.endswith("| no verdict: eager |") for row in rows)
+    assert "PASS" not in section
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"gate": None}, "Not run."),
+        ({"gate": {"ok": False, "passed": 3, "failures": [{"arm": "on", "request": 2, "position": 7, "expected": 1, "got": 5}]}},
+         "arm on, expected 1, got 5, position 7, request 2"),
+        ({"dirty": True}, "not binding"),
+        ({"clients": {"pin": "async"}}, "refused: clients differ"),
+        ({"statuses": {"performance-1": ["void"] * 3}}, "**VOID**"),
+        ({"statuses": {"performance-1": ["hung"] * 3}}, "**ERROR**"),
+        ({"memory": 0}, "| peak PSS ↓ | pin [pin] | n/a | n/a | n/a | n/a | n/a | n/a | VOID |"),
+        ({"performance": 1}, "one block, no interval"),
+    ],
+)
+def test_what_went_wrong_is_said(tmp_path: Path, changes: dict[str, Any], says: str) -> None:
+    assert says in report_of(tmp_path, **changes)
+
+
+def test_wrong_tokens_are_named(tmp_path: Path) -> None:
+    series = make_series(tmp_path / "series")
+    alter_id(layout.leg_folder(series, "performance", 3, 1, "off"), request=6, position=2, value=77)
+    reseal(series)
+    build_report(series)
+    text = (series / "report.md").read_text()
+    assert "| memory-1-off / performance-3-off | one arm over its legs | 7/8 | must agree |" in text
+    assert "request 6, position 2: 603 against 77" in text and text.startswith("**INCONCLUSIVE**")
+
+
+def test_identities_and_the_way_back_are_there(built: tuple[Path, dict[str, Any]]) -> None:
+    text = render(built[1])
+    for part in ("vllm 0.32.0", "| machine.cpu | Synthetic CPU |", "git checkout c0ffee", "parity run-series SERIES/spec.toml"):
+        assert part in text
+    assert built[1]["manifest_head"] in text
+
+
+def test_a_broken_seal_writes_nothing(tmp_path: Path) -> None:
+    series = make_series(tmp_path / "series")
+    edit_json(series / "series.json", lambda record: record.update(machine={}))
+    with pytest.raises(BrokenSeal, match=r"series.json: changed"):
+        build_report(series)
+    assert not any((series / name).exists() for name in DERIVED)
+
+
+def test_a_link_in_place_of_a_derived_file_is_not_followed(tmp_path: Path) -> None:
+    series = make_series(tmp_path / "series")
+    victim = tmp_path / "victim"
+    victim.write_text("mine")
+    (series / "report.md").symlink_to(victim)
+    with pytest.raises(BrokenSeal, match="symbolic link"):
+        build_report(series)
+    assert victim.read_text() == "mine"
+    (series / "report.md").unlink()
+    (series / "plots").rename(tmp_path / "plots")
+    (series / "plots").symlink_to(tmp_path / "plots")
+    with pytest.raises(BrokenSeal, match="symbolic link"):
+        build_report(series)
+
+
+def test_evidence_cannot_break_the_page(tmp_path: Path) -> None:
+    series = make_series(tmp_path / "series")
+    evil = "x | y\n# <script>alert(1)</script>"
+    for leg in series.glob("blocks/*/*/pin/result.json"):
+        edit_json(leg, lambda result: result["who"].update(version=evil))
+    edit_json(series / "plan.json", lambda plan: plan.update(title=evil))
+    reseal(series)
+    build_report(series)
+    text = (series / "report.md").read_text()
+    assert "<script>" not in text and "\n# &lt;script" not in text
+    assert "x \\| y # &lt;script>" in text
+
+
+@pytest.mark.parametrize("name", ["latency.svg", "memory.svg"])
+def test_figures_are_plain_svg_without_a_date(built: tuple[Path, dict[str, Any]], name: str) -> None:
+    text = (built[0] / "plots" / name).read_text()
+    root = ET.fromstring(text)
+    assert root.tag.endswith("svg") and "<dc:date>" not in text and "<script" not in text
+    words = " ".join("".join(node.itertext()) for node in root.iter() if node.tag.endswith("text"))
+    assert all(f"{arm} ({role})" in words for arm, role in (("on", "ours"), ("off", "ours"), ("pin", "pin")))
+    backgrounds = [node for node in root.iter() if node.tag.endswith("path") and "fill: #ffffff" in node.get("style", "")]
+    assert all("opacity: 0" in node.get("style", "") for node in backgrounds)
+
+
+def test_a_figure_without_its_phase_is_left_out(tmp_path: Path) -> None:
+    series = make_series(tmp_path / "series", memory=0)
+    summary = build_report(series)
+    assert not (series / "plots" / "memory.svg").exists() and "memory.svg" not in render(summary)
+    assert memory_svg(load_series(series)) is None and latency_svg(load_series(series)) is not None
+
+
+def test_a_partial_pass_is_no_total() -> None:
+    row = {"kind": "pss", "t_ns": 5, "partial": False, "processes": [{"pss": 3}, {"pss": 4}]}
+    rows = [row, {**row, "partial": True}, {**row, "processes": [{"pss": None}]}, {"kind": "rss"}]
+    assert pss_over_time(rows) == [(5, 7), (5, None), (5, None)]
+
+
+def test_no_value_is_written_as_not_available() -> None:
+    assert (number(None), absolute("peak_pss", None), cell(None)) == (NONE, NONE, NONE)
+    assert number(0.0) == "0.00" and cell(False) == "no" and cell(0) == "0"
+    assert table(["a", "b"], [[1, None]]) == ["| a | b |", "|:--|--:|", "| 1 | n/a |", ""]
+    assert flatten({"b": [1, 2], "a": {"c": None}, "d": [{"e": 1}]}) == [("a.c", "n/a"), ("b", "1, 2"), ("d[0].e", "1")]
+
+
+def test_the_scoreboard_is_rebuilt_from_evidence(tmp_path: Path) -> None:
+    results = tmp_path / "results"
+    results.mkdir()
+    assert "No committed series yet." in render_scoreboard(results)
+    make_series(results / "first")
+    make_series(results / "second", arms=(("on", "ours"), ("off", "ours"), ("pin", "eager")))
+    text = render_scoreboard(results)
+    assert text == render_scoreboard(results)
+    assert "[first](../results/first/report.md)" in text and "| PASS (FASTER) |" in text
+    assert "| on [ours] / pin [eager] |" in text and "| INCONCLUSIVE |" in text
+    edit_json(results / "second" / "series.json", lambda record: record.update(machine={}))
+    with pytest.raises(BrokenSeal, match=r"series.json: changed"):
+        render_scoreboard(results)
+
+
+def test_the_scoreboard_stays_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from harness.report import scoreboard
+
+    monkeypatch.setattr(scoreboard, "ROWS", 1)
+    for name in ("a", "b"):
+        make_series(tmp_path / name, performance=1, memory=0)
+    text = render_scoreboard(tmp_path)
+    assert "[b]" in text and "[a]" not in text and "1 older series are in results/." in text
