@@ -97,6 +97,7 @@ def test_a_finish_without_ids_is_an_error() -> None:
         closed_loop(Empty([1] * 6), PROMPTS, 1)
 
 
+@pytest.mark.timeout(10)
 def test_a_lost_request_is_an_error_and_no_endless_loop() -> None:
     class Losing(FakeEngine):
         def step(self) -> list[Delta]:
