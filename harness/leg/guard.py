@@ -51,8 +51,6 @@ def main(argv: list[str] | None = None) -> int:
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     # Besides the pipe: a process that the runner forked without exec would keep the pipe's other end open.
     _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    for fd in (arguments.lock_fd, arguments.alive_fd):
-        os.set_inheritable(fd, False)
     wake_read, wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.set_wakeup_fd(wake_write)
     signals: set[int] = set()
@@ -85,6 +83,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
 
 def _start(leg: Leg, arguments: argparse.Namespace) -> None:
     """Start the arm in a session of its own, with no descriptor of ours but its three streams."""
+    guard = os.getpid()
     try:
         with open(os.open(arguments.stdout, _new_file()), "wb") as out, open(os.open(arguments.stderr, _new_file()), "wb") as err:
             arm = subprocess.Popen(
@@ -95,13 +94,20 @@ def _start(leg: Leg, arguments: argparse.Namespace) -> None:
                 stderr=err,
                 close_fds=True,
                 start_new_session=True,
-                preexec_fn=lambda: _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL),  # noqa: PLW1509  # the guard has one thread
+                preexec_fn=lambda: _follow(guard),  # noqa: PLW1509  # the guard has one thread
             )
     except (OSError, subprocess.SubprocessError) as error:
         leg.reason, leg.error = "not-started", str(error)
         return
     leg.arm_pid = arm.pid
     arm.returncode = 0  # reaped below, with the orphans
+
+
+def _follow(guard: int) -> None:
+    """In the arm, before it runs: die when the guard does, and at once if it has died already."""
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != guard:
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _watch(leg: Leg, arguments: argparse.Namespace, signals: set[int], parent: int, wake_read: int) -> None:

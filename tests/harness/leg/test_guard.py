@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 import harness
+from harness.leg import launch
 from harness.leg.launch import LegProcess, start_leg
 from harness.machine.lock import SeriesLock
 
@@ -93,6 +94,10 @@ def lives(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
+
+
+def name(pid: int) -> str:
+    return Path(f"/proc/{pid}/comm").read_text().strip()
 
 
 def is_free(path: Path) -> bool:
@@ -221,9 +226,28 @@ def test_lock_stays_with_the_guard_while_it_cannot_end(arm: Arm) -> None:
     assert is_free(arm.lock.path)
 
 
+def test_process_that_a_listing_of_proc_misses_is_still_killed_before_the_guard_ends(arm: Arm, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process may fork while /proc is being listed: the guard ends when the kernel says that no child is left, not before."""
+    blind = arm.folder / "blind_guard.py"
+    blind.write_text(textwrap.dedent(f"""
+        import sys
+        sys.path.insert(0, {str(launch.GUARD.parent)!r})
+        import guard
+        listings = [{{}}, {{}}]
+        seeing = guard._descendants
+        guard._descendants = lambda: listings.pop() if listings else seeing()
+        raise SystemExit(guard.main())
+    """))
+    monkeypatch.setattr(launch, "GUARD", blind)
+    leg = arm.python(TREE)
+    assert leg.wait(20) == 0
+    assert len(arm.pids()) == 4
+    assert not any(map(lives, arm.pids()))
+
+
 def test_guard_killed_takes_the_arm_with_it(arm: Arm) -> None:
     leg = arm("sleep", "60")
-    until(lambda: _children(leg.pid))
+    until(lambda: [name(pid) for pid in _children(leg.pid)] == ["sleep"])
     (sleeper,) = _children(leg.pid)
     os.kill(leg.pid, signal.SIGKILL)
     assert leg.wait(5) == -signal.SIGKILL
