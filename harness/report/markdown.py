@@ -254,5 +254,6 @@ def _pair(summary: Summary, ours: str, base: str) -> Summary:
 
 
 def _label(pair: Summary) -> str:
-    return f"{pair['ours']} [{pair['roles'][0]}] / {pair['base']} [{pair['roles'][1]}]"
+    ours, base = map(cell, pair["roles"])
+    return f"{pair['ours']} [{ours}] / {pair['base']} [{base}]"
 

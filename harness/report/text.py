@@ -16,9 +16,10 @@ AXIS_NAMES = {
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> list[str]:
-    """A Markdown table; the first column is text, the others are aligned right.  Followed by an empty line."""
-    lines = [_row(header), "|" + "|".join([":--", *["--:"] * (len(header) - 1)]) + "|"]
-    return [*lines, *(_row(row) for row in rows), ""]
+    """A Markdown table; the first column is text, the others are aligned right.  Followed by an empty line.  `None.` without a row."""
+    body = [_row(row) for row in rows]
+    head = [_row(header), "|" + "|".join([":--", *["--:"] * (len(header) - 1)]) + "|"]
+    return [*head, *body, ""] if body else ["None.", ""]
 
 
 def cell(value: Any) -> str:
@@ -75,4 +76,4 @@ def flatten(value: Any, prefix: str = "") -> list[tuple[str, str]]:
         return [pair for name in sorted(value) for pair in flatten(value[name], f"{prefix}.{name}" if prefix else name)]
     if isinstance(value, list) and any(isinstance(item, (dict, list)) for item in value):
         return [pair for number_, item in enumerate(value) for pair in flatten(item, f"{prefix}[{number_}]")]
-    return [(prefix, ", ".join(map(cell, value)) if isinstance(value, list) else cell(value))]
+    return [(prefix, (", ".join(map(cell, value)) or "none") if isinstance(value, list) else cell(value))]

@@ -120,7 +120,7 @@ def _make(path: Path, recipe: Recipe) -> Path:
 
 def make_plan(recipe: Recipe) -> dict[str, Any]:
     names = [arm for arm, _ in recipe.arms]
-    blocks = [
+    blocks: list[dict[str, Any]] = [
         {"phase": phase, "repetition": r, "order": names[(r - 1) % len(names):] + names[: (r - 1) % len(names)]}
         for phase in ("memory", "performance") for r in range(1, getattr(recipe, phase) + 1)
     ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -79,8 +80,16 @@ def test_each_missing_or_mistyped_field_is_named_with_its_file(series: Path, fil
 
     for name, kind in fields.items():
         other: Any = {"of": "another kind"} if kind is list else ["of another kind"]
-        check(lambda value, name=name: table(value).pop(name), name)
-        check(lambda value, name=name, other=other: table(value).update({name: other}), name)
+        check(partial(_drop, table, name), name)
+        check(partial(_put, table, name, other), name)
+
+
+def _drop(table: Callable[[Any], Any], name: str, record: Any) -> None:
+    del table(record)[name]
+
+
+def _put(table: Callable[[Any], Any], name: str, value: Any, record: Any) -> None:
+    table(record)[name] = value
 
 
 def set_(**values: Any) -> Callable[[Any], None]:

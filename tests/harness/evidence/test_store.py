@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -52,13 +54,13 @@ def test_derived_files_and_logs_may_come_and_go(series: Path) -> None:
         (lambda s: ((s / "blocks").rename(s.parent / "away"), (s / "blocks").symlink_to(s.parent / "away")), "symbolic link"),
     ],
 )
-def test_damage_is_named(series: Path, damage, names: str) -> None:
+def test_damage_is_named(series: Path, damage: Callable[[Path], object], names: str) -> None:
     damage(series)
     with pytest.raises(BrokenSeal, match=names):
         check_seal(series)
 
 
-def rewrite(series: Path, change) -> None:
+def rewrite(series: Path, change: Callable[[Any], list[Any]]) -> None:
     lines = [json.loads(line) for line in (series / MANIFEST).read_text().splitlines()]
     (series / MANIFEST).write_text("".join(json.dumps(line) + "\n" for line in change(lines)))
 
@@ -78,7 +80,7 @@ def rewrite(series: Path, change) -> None:
         (lambda lines: [[], *lines[1:]], "line 1 is not a manifest line"),
     ],
 )
-def test_a_tampered_manifest_is_refused(series: Path, change, names: str) -> None:
+def test_a_tampered_manifest_is_refused(series: Path, change: Callable[[Any], list[Any]], names: str) -> None:
     rewrite(series, change)
     with pytest.raises(BrokenSeal, match=names):
         check_seal(series)
@@ -155,3 +157,17 @@ def test_create_refuses_what_exists(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(FileExistsError, match="not a directory"):
         create_series(tmp_path / "file" / "d")
+
+
+def test_a_link_is_never_recorded_nor_what_lies_behind_one(tmp_path: Path) -> None:
+    series = tmp_path / "s"
+    create_series(series)
+    (tmp_path / "away").mkdir()
+    (tmp_path / "away" / "file").write_text("outside")
+    (series / "link").symlink_to(tmp_path / "away" / "file")
+    (series / "folder").symlink_to(tmp_path / "away")
+    for name in ("link", "folder/file"):
+        with pytest.raises(BrokenSeal, match="a symbolic link lies on its path"):
+            record(series, name)
+    with pytest.raises(BrokenSeal, match="not a folder"):
+        record_tree(series, "folder")

@@ -185,7 +185,7 @@ def test_a_figure_without_its_phase_is_left_out(tmp_path: Path) -> None:
 
 
 def test_a_partial_pass_is_no_total() -> None:
-    row = {"kind": "pss", "t_ns": 5, "partial": False, "processes": [{"pss": 3}, {"pss": 4}]}
+    row: dict[str, Any] = {"kind": "pss", "t_ns": 5, "partial": False, "processes": [{"pss": 3}, {"pss": 4}]}
     rows = [row, {**row, "partial": True}, {**row, "processes": [{"pss": None}]}, {"kind": "rss"}]
     assert pss_over_time(rows) == [(5, 7), (5, None), (5, None)]
 
@@ -193,6 +193,7 @@ def test_a_partial_pass_is_no_total() -> None:
 def test_no_value_is_written_as_not_available() -> None:
     assert (number(None), absolute("peak_pss", None), cell(None)) == (NONE, NONE, NONE)
     assert number(0.0) == "0.00" and cell(False) == "no" and cell(0) == "0"
+    assert table(["a", "b"], []) == ["None.", ""]
     assert table(["a", "b"], [[1, None]]) == ["| a | b |", "|:--|--:|", "| 1 | n/a |", ""]
     assert flatten({"b": [1, 2], "a": {"c": None}, "d": [{"e": 1}]}) == [("a.c", "n/a"), ("b", "1, 2"), ("d[0].e", "1")]
 
