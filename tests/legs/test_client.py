@@ -13,7 +13,10 @@ class FakeEngine:
     """Gives each request in flight one id a step; request i gets `lengths[i]` ids.  Notes how many were in flight at each step."""
 
     def __init__(self, lengths: Sequence[int]) -> None:
-        self.lengths, self.open, self.in_flight, self.order = lengths, {}, [], []
+        self.lengths = lengths
+        self.open: dict[int, int] = {}
+        self.in_flight: list[int] = []
+        self.order: list[int] = []
 
     def submit(self, index: int, prompt: Sequence[int]) -> None:
         assert list(prompt) == PROMPTS[index]

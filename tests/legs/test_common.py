@@ -24,9 +24,10 @@ from legs.drivers.common import main
 
 class Arm:
     def __init__(self, length):
-        self.length, self.open, self.steps = length, {}, 0
+        self.length, self.open, self.steps, self.prompts = length, {}, 0, []
 
     def submit(self, index, prompt):
+        self.prompts.append(list(prompt))
         self.open[index] = [sum(prompt) % 50 for _ in range(self.length)]
 
     def step(self):
@@ -45,7 +46,7 @@ class Arm:
         return {"kind": "cpu", "name": "", "count": 1}
 
     def resolved(self):
-        return {}
+        return {"prompts": self.prompts}
 
     def counters(self):
         return {"steps": self.steps, "preemptions": None, "sampler_calls": {"greedy": self.steps}}
@@ -96,6 +97,7 @@ def test_a_leg_leaves_all_its_files_and_they_agree(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     result = json.loads((folder / protocol.RESULT).read_bytes())
     assert result["counts"] == {"requests": 5, "prompt_tokens": 15, "output_tokens": 20}
+    assert result["resolved"]["prompts"] == [list(prompt) for prompt in (*CORPUS.warmup, *CORPUS.prompts)], "warm-up first, then all"
     assert protocol.read_outputs(folder) == [[sum(prompt)] * 4 for prompt in CORPUS.prompts]
     for name in (protocol.TRACES, protocol.OUTPUTS):
         assert result["files"][name] == protocol.sha256((folder / name).read_bytes())

@@ -8,7 +8,7 @@ import pytest
 
 from harness.oracle import list_oracles
 from harness.series.spec import load_spec
-from legs.protocol import read_corpus, sha256
+from legs.protocol import ProtocolError, read_corpus, sha256
 from tools.bench import make_corpus, make_smollm2
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -65,6 +65,6 @@ def test_a_frozen_corpus_is_never_replaced(tmp_path: Path, monkeypatch: pytest.M
     first = make_corpus.make("x", tmp_path)
     assert make_corpus.make("x", tmp_path) == first
     monkeypatch.setitem(make_corpus.CORPORA, "x", lambda name: make_corpus.uniform(name, 1001, 1001))
-    with pytest.raises(make_corpus.ProtocolError, match="not replaced"):
+    with pytest.raises(ProtocolError, match="not replaced"):
         make_corpus.make("x", tmp_path)
     assert sha256((tmp_path / "x.json.gz").read_bytes()) == first

