@@ -46,7 +46,6 @@ class Leg:
 
 def main(argv: list[str] | None = None) -> int:
     arguments = _parse(argv)
-    parent = os.getppid()
     _prctl(_PR_SET_NAME, ctypes.c_char_p(b"parity-guard"))
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     # Besides the pipe: a process that the runner forked without exec would keep the pipe's other end open.
@@ -62,7 +61,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         _start(leg, arguments)
         if leg.arm_pid is not None:
-            _watch(leg, arguments, signals, parent, wake_read)
+            _watch(leg, arguments, signals, wake_read)
     finally:
         _kill_tree(leg)
     _write_record(leg, arguments)
@@ -73,6 +72,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--lock-fd", type=int, required=True)
     parser.add_argument("--alive-fd", type=int, required=True, help="read end of a pipe whose other end the runner keeps")
+    parser.add_argument("--runner-pid", type=int, required=True)
     parser.add_argument("--timeout", type=float, required=True, help="seconds")
     parser.add_argument("--record", type=Path, required=True)
     parser.add_argument("--stdout", type=Path, required=True)
@@ -110,32 +110,29 @@ def _follow(guard: int) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _watch(leg: Leg, arguments: argparse.Namespace, signals: set[int], parent: int, wake_read: int) -> None:
+def _watch(leg: Leg, arguments: argparse.Namespace, signals: set[int], wake_read: int) -> None:
     """Return when the arm's main process ended, the runner died, we were told to end it, or its time is over."""
     deadline = time.monotonic() + arguments.timeout
     poll = select.poll()
     poll.register(arguments.alive_fd, select.POLLIN)
     poll.register(wake_read, select.POLLIN)
+    ready: set[int] = set()
     while True:
         _reap(leg)
         if leg.status is not None:
             return
         remaining = deadline - time.monotonic()
-        ready = {fd for fd, _ in poll.poll(max(0.0, min(remaining, 3600.0)) * 1000)}
-        if wake_read in ready:
-            os.read(wake_read, 4096)
-        if arguments.alive_fd in ready or os.getppid() != parent:
+        if arguments.alive_fd in ready or os.getppid() != arguments.runner_pid:
             leg.reason = "runner-died"
         elif signals.intersection(_SIGNALS):
             leg.reason = "terminated"
         elif remaining <= 0:
             leg.reason = "timeout"
-        else:
-            continue
-        _reap(leg)
-        if leg.status is not None:
-            leg.reason = "exit"
-        return
+        if leg.reason != "exit":
+            return
+        ready = {fd for fd, _ in poll.poll(min(remaining, 3600.0) * 1000)}
+        if wake_read in ready:
+            os.read(wake_read, 4096)
 
 
 def _reap(leg: Leg) -> bool:

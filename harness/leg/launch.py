@@ -80,7 +80,7 @@ def start_leg(
         raise RuntimeError("start_leg must be called from the main thread: the guard's parent-death signal follows the forking thread")
     alive_read, alive_write = os.pipe2(os.O_CLOEXEC)
     command = [sys.executable, "-I", "-S", str(GUARD), "--lock-fd", str(lock_fd), "--alive-fd", str(alive_read)]
-    command += ["--timeout", str(timeout_s), "--record", str(record.absolute())]
+    command += ["--runner-pid", str(os.getpid()), "--timeout", str(timeout_s), "--record", str(record.absolute())]
     command += ["--stdout", str(stdout.absolute()), "--stderr", str(stderr.absolute())]
     # Blocked until the guard has its handlers, so that a terminate() at once is not a guard that dies without a record.
     masked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT, signal.SIGHUP})

@@ -214,6 +214,47 @@ def test_lock_is_held_until_the_last_process_is_gone_when_the_runner_is_killed(t
     assert {entry["pid"] for entry in record["killed"]} == set(pids)
 
 
+def test_runner_death_is_seen_though_a_fork_of_it_keeps_the_pipe_open(tmp_path: Path) -> None:
+    code = f"""
+        import os, time
+        from pathlib import Path
+        from harness.leg.launch import start_leg
+        def children(pid):
+            return Path(f"/proc/{{pid}}/task/{{pid}}/children").read_text().split()
+        folder = Path({str(tmp_path)!r})
+        lock_fd = os.open(folder / "series.lock", os.O_CREAT | os.O_RDONLY)
+        leg = start_leg(["sleep", "60"], {{}}, folder, lock_fd, 60, folder / "guard.json", folder / "out", folder / "err")
+        while "sleep" not in "".join(Path(f"/proc/{{pid}}/comm").read_text() for pid in children(leg.pid)):
+            time.sleep(0.01)
+        time.sleep(0.3)  # the guard is waiting by now
+        fork = os.fork()
+        if fork:
+            (folder / "fork.new").write_text(str(fork))
+            os.rename(folder / "fork.new", folder / "fork")
+        time.sleep(60)
+    """
+    runner = subprocess.Popen([sys.executable, "-c", textwrap.dedent(code)], cwd=ROOT)
+    try:
+        until((tmp_path / "fork").exists)
+    finally:
+        runner.kill()
+        runner.wait()
+    try:
+        until((tmp_path / "guard.json").exists, 5)
+        assert json.loads((tmp_path / "guard.json").read_text())["reason"] == "runner-died"
+    finally:
+        os.kill(int((tmp_path / "fork").read_text()), signal.SIGKILL)
+
+
+def test_pipe_alone_tells_that_the_runner_died(arm: Arm) -> None:
+    leg = arm("sleep", "60")
+    assert leg._alive_fd is not None
+    os.close(leg._alive_fd)
+    leg._alive_fd = None
+    assert leg.wait(5) == 137
+    assert arm.record()["reason"] == "runner-died"
+
+
 def test_lock_stays_with_the_guard_while_it_cannot_end(arm: Arm) -> None:
     """The guard alone keeps the lock: the runner lets go of it, and a stopped guard still holds it."""
     leg = arm("sleep", "60")
