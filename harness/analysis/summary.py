@@ -11,7 +11,8 @@ from harness.analysis.metrics import LegMetrics, leg_metrics
 from harness.analysis.occupancy import occupancy
 from harness.analysis.ratios import AXES, MEMORY, THROUGHPUT, Axis, ConsistencyError, check_throughputs, compare, mean
 from harness.analysis.tokens import LegDiff, TokensError, describe, series_diffs
-from harness.evidence.schema import MEASURED, Leg, Series
+from harness.evidence.layout import PLAN
+from harness.evidence.schema import MEASURED, EvidenceError, Leg, Series
 from harness.leg.memory_summary import summarise_memory
 from harness.verdict import Exit
 from legs.protocol import to_json
@@ -26,18 +27,20 @@ OCCUPANCY_TOLERANCE = 0.01
 
 
 def summarize(series: Series) -> dict[str, Any]:
-    """Sum up a loaded series.  Never raises for what the evidence says: that becomes the verdict and its reasons."""
+    """Sum up a loaded series.  What the evidence says becomes the verdict and its reasons; only an unknown axis raises EvidenceError."""
+    if (axis := series.plan["verdict"]["primary"]) not in AXES:
+        raise EvidenceError(f"{PLAN}: field `verdict.primary` is {axis!r}, expected one of {', '.join(AXES)}")
     arms = {arm: _arm(series, arm) for arm in series.arms}
     values: Values = {arm: {axis: _axis_values(arms[arm], axis) for axis in AXES} for arm in series.arms}
     for arm, axes in values.items():
-        arms[arm]["means"] = {axis: mean(axes[axis]) for axis in AXES}
+        arms[arm]["means"] = {name: mean(axes[name]) for name in AXES}
     failed, reasons = gates.series_failures(series)
     try:
         diffs = series_diffs(series)
     except TokensError as error:
         diffs, failed, reasons = [], Exit.ERROR, [str(error), *reasons]
     pairs = [_pair(series, diffs, values, pair, failed) for pair in series.plan["pairs"]]
-    primary, axis = pairs[0], series.plan["verdict"]["primary"]
+    primary = pairs[0]
     if failed is None and (broken := [reason for pair in pairs for reason in pair["errors"]]):
         failed, reasons = Exit.ERROR, broken
     if failed is None and primary["refused"]:

@@ -120,6 +120,10 @@ def test_no_block_is_void() -> None:
     assert compare("peak_pss", [], [], margin=0.02).verdict == "VOID"
 
 
+def test_spread_is_the_range_over_the_mean() -> None:
+    assert spread([1.0, 2.0, 6.0]) == pytest.approx(5 / 3)
+
+
 def test_spread_needs_two_values_and_all_of_them() -> None:
     assert spread([5.0]) is None
     assert spread([5.0, None, 6.0]) is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gzip
 import json
 from collections.abc import Callable
@@ -13,7 +14,7 @@ import pytest
 from harness.analysis.metrics import leg_metrics
 from harness.analysis.ratios import AXES
 from harness.evidence import layout
-from harness.evidence.schema import load_series
+from harness.evidence.schema import EvidenceError, load_series
 from harness.evidence.store import BrokenSeal
 from harness.report.build import summarize_series
 from harness.verdict import Exit
@@ -151,6 +152,25 @@ def test_one_altered_id_breaks_the_seal_and_resealed_it_withholds(tmp_path: Path
     withheld(summarize_series(series), "memory-1-on against performance-2-on 7/8, first at request 4, position 6")
 
 
+def test_ragged_outputs_are_an_error_and_no_mismatch(tmp_path: Path) -> None:
+    """Total counts as planned, but one request short by an id that another has too many: nothing to compare position by position."""
+    series = make_series(tmp_path / "series")
+    leg = layout.leg_folder(series, "performance", 2, 1, "on")
+    traces, outputs = protocol.read_traces(leg), protocol.read_outputs(leg)
+    (t, _), *rest = traces[0].stamps
+    traces[0] = dataclasses.replace(traces[0], stamps=((t, 2), *rest))
+    traces[1] = dataclasses.replace(traces[1], stamps=traces[1].stamps[1:])
+    outputs[0].append(outputs[1].pop())
+    for name in (protocol.TRACES, protocol.OUTPUTS):
+        (leg / name).unlink()
+    files = {protocol.TRACES: protocol.write_traces(leg, traces), protocol.OUTPUTS: protocol.write_outputs(leg, outputs)}
+    edit_json(leg / protocol.RESULT, lambda result: result.update(files=files))
+    reseal(series)
+    summary = summarize_series(series)
+    assert summary["verdict"] == "ERROR"
+    assert summary["reasons"][0].startswith("memory-1-on against performance-2-on: request 0: 8 ids against 9")
+
+
 def test_two_clients_are_refused(tmp_path: Path) -> None:
     summary = summary_of(tmp_path, clients={"pin": "async"})
     assert (summary["verdict"], summary["exit_code"]) == ("ERROR", 4)
@@ -277,8 +297,6 @@ def test_our_arms_must_run_one_code(tmp_path: Path) -> None:
 
 def test_throughputs_that_disagree_are_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No evidence can bring this about past the exact counts; it guards the arithmetic, so the arithmetic is bent here."""
-    import dataclasses
-
     from harness.analysis import summary as module
 
     def rounded(traces: Any) -> Any:
@@ -301,6 +319,11 @@ def test_unequal_occupancy_is_pointed_out(tmp_path: Path) -> None:
 
 def test_equal_evidence_gives_an_equal_summary(tmp_path: Path) -> None:
     assert summary_of(tmp_path / "a") == summary_of(tmp_path / "b")
+
+
+def test_an_unknown_axis_is_named(tmp_path: Path) -> None:
+    with pytest.raises(EvidenceError, match=r"plan.json: field `verdict.primary` is 'vibes'"):
+        summary_of(tmp_path, primary="vibes")
 
 
 def test_an_unsealed_series_is_not_summarized(tmp_path: Path) -> None:
