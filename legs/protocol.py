@@ -161,6 +161,9 @@ def read_request(folder: Path) -> LegRequest:
     names = {field.name for field in dataclasses.fields(LegRequest)}
     if wrong := sorted(names ^ raw.keys()):
         raise ProtocolError(f"{path.name}: fields missing or unknown: {', '.join(wrong)}")
+    for field in dataclasses.fields(LegRequest):
+        if type(raw[field.name]).__name__ != str(field.type).partition("[")[0]:
+            raise ProtocolError(f"{path.name}: field {field.name!r} is {raw[field.name]!r}, expected {field.type}")
     request = LegRequest(**raw)
     if request.protocol != PROTOCOL:
         raise ProtocolError(f"{path.name}: protocol {request.protocol}, this code speaks {PROTOCOL}")

@@ -26,7 +26,7 @@ def test_request_round_trip(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("change", "says"), [
     ({"protocol": 2}, "protocol 2"), ({"phase": "lunch"}, "lunch"), ({"client": "fax"}, "fax"),
-    ({"extra": 1}, "extra"), ({"arm": None}, "arm"),
+    ({"extra": 1}, "extra"), ({"requests": "2"}, "requests"), ({"ignore_eos": 1}, "ignore_eos"), ({"arm": None}, "arm"),
 ])
 def test_a_wrong_request_is_named(change: dict[str, Any], says: str, tmp_path: Path) -> None:
     raw = dataclasses.asdict(REQUEST) | change
