@@ -107,6 +107,8 @@ def test_only_the_pin_gives_a_verdict(tmp_path: Path, role: str) -> None:
         ({"gate": {"ok": False, "passed": 3, "failures": [{"arm": "on", "request": 2, "position": 7, "expected": 1, "got": 2}]}},
          "passed 3 of 4 cases, 0 skipped; first: on request 2, position 7"),
         ({"gate": {"passed": 3, "skipped": 1}}, "passed 3 of 4 cases, 1 skipped"),
+        ({"gate": {"skipped": 1}}, "passed 4 of 4 cases, 1 skipped"),
+        ({"gate": {"failures": [{"arm": "off", "request": 0, "position": 1}]}}, "first: off request 0, position 1"),
         ({"gate": {"passed": 0, "cases": 0}}, "passed 0 of 0 cases"),
         ({"gate": {"ok": False}}, "passed 4 of 4"),
         ({"gate": {"on_off_identical": False}}, "tokens different from each other"),
