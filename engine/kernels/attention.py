@@ -33,7 +33,7 @@ def attention_decode_reference(
     batch, heads, dim = query.shape
     kv_heads = cache.shape[2] // 2
     gathered = cache.index_select(0, block_table.reshape(-1)).view(batch, -1, 2 * kv_heads, dim).transpose(1, 2)
-    grouped = query.view(batch, kv_heads, heads // kv_heads, dim)
+    grouped = query.reshape(batch, kv_heads, heads // kv_heads, dim)
     out = F.scaled_dot_product_attention(grouped, gathered[:, :kv_heads], gathered[:, kv_heads:], attn_mask=mask, scale=scale)
     return out.reshape(batch, heads, dim)
 
@@ -47,7 +47,7 @@ def attention_prefill_reference(
     group = heads // kv_heads
     gathered = cache.index_select(0, blocks).view(-1, 2, kv_heads, dim)[:total]
     keys, values = (part.transpose(0, 1).unsqueeze(1).expand(-1, group, -1, -1) for part in gathered.unbind(1))
-    grouped = query.view(count, kv_heads, group, dim).permute(1, 2, 0, 3)
+    grouped = query.unflatten(1, (kv_heads, group)).permute(1, 2, 0, 3)
     mask = causal_mask(count, total, query.device)
     out = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, scale=scale)
     return out.permute(2, 0, 1, 3).reshape(count, heads, dim)

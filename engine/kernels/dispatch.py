@@ -21,9 +21,9 @@ def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, 
     return norm.add_rms_norm_reference(x, residual, weight, eps)
 
 
-def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
     """See `rope.rotate_reference`."""
-    return rope.rotate_reference(x, cos, sin)
+    rope.rotate_reference(x, cos, sin)
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -31,9 +31,9 @@ def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return linear_kernels.linear_cpu(x, weight)
 
 
-def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """See `activation.silu_mul_reference`."""
-    return activation.silu_mul_reference(gate_up)
+def swiglu(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+    """See `activation.swiglu_reference`."""
+    return activation.swiglu_cpu(x, gate_up, down)
 
 
 def write_cache(cache: torch.Tensor, rows: torch.Tensor, keys_values: torch.Tensor) -> None:
@@ -53,4 +53,4 @@ def attention_prefill(query: torch.Tensor, cache: torch.Tensor, blocks: torch.Te
 
 def greedy(logits: torch.Tensor) -> torch.Tensor:
     """See `sample.greedy_reference`."""
-    return sample.greedy_reference(logits)
+    return sample.greedy_cpu(logits)

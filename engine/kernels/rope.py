@@ -5,8 +5,10 @@ from __future__ import annotations
 import torch
 
 
-def rotate_reference(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotate x [T, heads, D]: pair (i, i + D/2) of token t by the angle whose cos and sin are at [t, i] ([T, D/2], x's dtype)."""
+def rotate_reference(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
+    """Rotate x [T, heads, D] in place: pair (i, i + D/2) of token t by the angle whose cos and sin are at [t, i] ([T, D/2], x's dtype)."""
     first, second = x.chunk(2, dim=-1)
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    turned = torch.addcmul(first * cos, second, sin, value=-1)
+    second.mul_(cos).addcmul_(first, sin)
+    first.copy_(turned)

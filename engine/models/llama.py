@@ -91,19 +91,16 @@ class Llama:
         """normed [T, hidden] -> W_o attention [T, hidden]."""
         heads, kv_heads, dim = self.config.num_heads, self.config.num_kv_heads, self.config.head_dim
         qkv = ops.linear(normed, self.weights[f"{i}.qkv"]).view(-1, heads + 2 * kv_heads, dim)
-        query, keys, values = qkv.split((heads, kv_heads, kv_heads), dim=1)
-        query, keys = self.place(i, query, keys, cos, sin)
-        out = paged_attention(query, torch.cat((keys, values), dim=1), caches.keys_values[i], caches.block_tables, batch, self.scale)
+        self.place(i, qkv[:, : heads + kv_heads], cos, sin)
+        out = paged_attention(qkv[:, :heads], qkv[:, heads:], caches.keys_values[i], caches.block_tables, batch, self.scale)
         return ops.linear(out, self.weights[f"{i}.out"])
 
-    def place(
-        self, i: int, query: torch.Tensor, keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Put positions into query [T, H, D] and keys [T, Hkv, D]."""
-        return ops.rotate(query, cos, sin), ops.rotate(keys, cos, sin)
+    def place(self, i: int, query_keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
+        """Put positions into the query and key heads [T, H + Hkv, D], in place."""
+        ops.rotate(query_keys, cos, sin)
 
     def mlp(self, i: int, normed: torch.Tensor) -> torch.Tensor:
-        return ops.linear(ops.silu_mul(ops.linear(normed, self.weights[f"{i}.gate_up"])), self.weights[f"{i}.down"])
+        return ops.swiglu(normed, self.weights[f"{i}.gate_up"], self.weights[f"{i}.down"])
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[S, hidden] -> [S, vocab] in the model's dtype."""

@@ -18,11 +18,8 @@ class Qwen3(Llama):
         shape = (config.head_dim,)
         return [Parameter(mine + f"{one}_norm", shape, ((attention + f"{one}_norm.weight", config.head_dim),)) for one in ("q", "k")]
 
-    def place(
-        self, i: int, query: torch.Tensor, keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def place(self, i: int, query_keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
         """Norm, then positions."""
-        eps = self.config.norm_eps
-        query = ops.rms_norm(query, self.weights[f"{i}.q_norm"], eps)
-        keys = ops.rms_norm(keys, self.weights[f"{i}.k_norm"], eps)
-        return super().place(i, query, keys, cos, sin)
+        for heads, weight in zip(query_keys.split((self.config.num_heads, self.config.num_kv_heads), dim=1), ("q_norm", "k_norm"), strict=True):
+            heads.copy_(ops.rms_norm(heads, self.weights[f"{i}.{weight}"], self.config.norm_eps))
+        super().place(i, query_keys, cos, sin)

@@ -97,10 +97,12 @@ def test_bfloat16_logits_are_near_float32(tmp_path: Path, architecture: str) -> 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_equal_logits_give_the_lowest_id(dtype: torch.dtype) -> None:
-    logits = torch.zeros(3, 3000, dtype=dtype)
-    logits[0, [2900, 1100, 7]] = 1.0
-    logits[1, [2047, 2048]] = 2.0
-    assert dispatch.greedy(logits).tolist() == [7, 2047, 0]
+    for vocab in (3000, 3072):
+        logits = torch.zeros(4, vocab, dtype=dtype)
+        logits[0, [2900, 1100, 7]] = 1.0
+        logits[1, [2047, 2048]] = 2.0
+        logits[3, 130:140] = 3.0
+        assert dispatch.greedy(logits).tolist() == [7, 2047, 0, 130]
 
 
 def test_logits_are_compared_as_bfloat16_has_them() -> None:
