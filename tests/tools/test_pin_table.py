@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from legs.protocol import to_gzip, to_json
+from legs.protocol import sha256, to_gzip, to_json
 from tools.bench.pin_configs import NAMES, RAW_PREFIX, parse
-from tools.bench.pin_table import derive, page, pass_row
+from tools.bench.pin_table import derive, fastest, page, pass_row, same_at_commit
 
 MS = 1_000_000
 
@@ -46,11 +47,32 @@ def test_the_fastest_and_what_is_missing(tmp_path: Path) -> None:
     assert "sync-process **fastest**" in text and "failed: exit status 1" in text and text.count("**fastest**") == 1
 
 
+def test_overlapping_passes_are_told_and_one_alone_is_not_the_fastest() -> None:
+    def row(name: str, *rates: float) -> dict[str, Any]:
+        return {"name": name, "median_tok_s": sorted(rates)[len(rates) // 2] if rates else None, "passes": [{"total_tok_s": r} for r in rates]}
+
+    assert fastest([row("a", 10, 9, 8), row("b", 8.5, 8, 7), row("c", 7, 6, 5), row("d")]) == ("a", ["b"])
+    assert fastest([row("a", 10, 9, 8), row("d")]) == (None, [])
+
+
 def test_records_of_different_code_are_refused(tmp_path: Path) -> None:
     record(tmp_path, "sync-process", 8)
     record(tmp_path, "async-process", 9, commit="d")
     with pytest.raises(ValueError, match="different code"):
         derive(tmp_path)
+
+
+def test_code_that_is_not_the_commits_is_named(tmp_path: Path) -> None:
+    name = "legs/__init__.py"
+    head = subprocess.run(["git", "show", f"HEAD:{name}"], capture_output=True, check=False)
+    if head.returncode:
+        pytest.skip("not inside a repository")
+    right = sha256(head.stdout)
+    assert same_at_commit("HEAD", {name: right}) == {name: True}
+    assert same_at_commit("HEAD", {name: "0" * 64}) == {name: False}
+    assert same_at_commit("HEAD", {"no/such/file": right}) == {"no/such/file": None}
+    record(tmp_path, "sync-process", 8)
+    assert "could not be compared: a." in page(derive(tmp_path))
 
 
 def test_an_empty_folder_is_refused(tmp_path: Path) -> None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import gzip
 import json
 import statistics
+import subprocess
 from pathlib import Path
 from typing import Any
 
 from harness.analysis.metrics import leg_metrics
-from legs.protocol import Trace, to_json
+from legs.protocol import Trace, sha256, to_json
 from tools.bench.pin_configs import NAMES, RAW_PREFIX
 
 TABLE, PAGE = "pin_configs.json", "pin_configs.md"
@@ -40,20 +41,41 @@ def summarise(record: dict[str, Any]) -> dict[str, Any]:
     return {**kept, "passes": rows, "median_tok_s": statistics.median(row["total_tok_s"] for row in rows) if rows else None}
 
 
+def same_at_commit(commit: str | None, code_sha256: dict[str, str]) -> dict[str, bool | None]:
+    """For each file that ran: is it the commit's, byte for byte?  None where git cannot tell (no repository, or not that commit)."""
+    out: dict[str, bool | None] = {}
+    for name, found in code_sha256.items():
+        told = subprocess.run(["git", "show", f"{commit}:{name}"], capture_output=True, check=False)
+        out[name] = sha256(told.stdout) == found if told.returncode == 0 else None
+    return out
+
+
 def derive(folder: Path) -> dict[str, Any]:
-    """The table over every raw record in `folder`.  `fastest` has the highest median of its passes' total throughput."""
+    """The table over every raw record in `folder`; `fastest` and `not_clearly_slower` as :func:`fastest` has them."""
     records = [json.loads(gzip.decompress(path.read_bytes())) for path in sorted(folder.glob(f"{RAW_PREFIX}*.json.gz"))]
     if not records:
         raise FileNotFoundError(f"{folder}: holds no {RAW_PREFIX}*.json.gz; run the configurations first")
     if len({(record["commit"], json.dumps(record["code_sha256"], sort_keys=True)) for record in records}) != 1:
         raise ValueError(f"{folder}: records of different code lie together; only those of one run may be compared")
     rows = sorted(map(summarise, records), key=lambda row: NAMES.index(row["name"]))
-    timed = [row for row in rows if row["median_tok_s"] is not None]
+    best, level = fastest(rows)
     return {
-        "schema": 1, "commit": records[0]["commit"], "code_sha256": records[0]["code_sha256"], "configurations": rows,
-        "not_run": [name for name in NAMES if name not in {row["name"] for row in rows}],
-        "fastest": max(timed, key=lambda row: float(row["median_tok_s"]))["name"] if timed else None,
+        "schema": 1, "commit": records[0]["commit"], "code_sha256": records[0]["code_sha256"],
+        "same_at_commit": same_at_commit(records[0]["commit"], records[0]["code_sha256"]), "configurations": rows,
+        "not_run": [name for name in NAMES if name not in {row["name"] for row in rows}], "fastest": best, "not_clearly_slower": level,
     }
+
+
+def fastest(rows: list[dict[str, Any]]) -> tuple[str | None, list[str]]:
+    """The configuration with the highest median of its passes' total throughput, and those whose passes overlap its passes.
+
+    None and no others when fewer than two were timed: there is nothing to compare.
+    """
+    timed = sorted((row for row in rows if row["median_tok_s"] is not None), key=lambda row: float(row["median_tok_s"]), reverse=True)
+    if len(timed) < 2:
+        return None, []
+    worst = min(done["total_tok_s"] for done in timed[0]["passes"])
+    return timed[0]["name"], [row["name"] for row in timed[1:] if max(done["total_tok_s"] for done in row["passes"]) >= worst]
 
 
 def page(table: dict[str, Any]) -> str:
@@ -76,9 +98,14 @@ def page(table: dict[str, Any]) -> str:
         mark = " **fastest**" if row["name"] == table["fastest"] else ""
         lines.append(f"| {row['name']}{mark} | {row['ready_s']:.1f} | {each('total_tok_s', 0)} | {each('mean_ttft_ms', 1)} | "
                      f"{each('mean_tpot_ms', 3)} | {each('itl_p50_ms', 2)} / {each('itl_p95_ms', 2)} | {each('steps', 0)} |")
+    if table["not_clearly_slower"]:
+        lines += ["", f"Passes that overlap the fastest's: {', '.join(table['not_clearly_slower'])}."]
     if table["not_run"]:
         lines += ["", f"Not run: {', '.join(table['not_run'])}."]
-    lines += ["", f"Commit {table['commit']}. Derived from the raw stamps by `python -m tools.bench.pin_configs table`;",
+    other = [name for name, same in table["same_at_commit"].items() if not same]
+    lines += ["", f"The code that ran is that of commit {table['commit']}"
+              + (f", except that these files are another version or could not be compared: {', '.join(other)}." if other else "."),
+              "Derived from the raw stamps by `python -m tools.bench.pin_configs table`;",
               "pin_configs.json has what each configuration resolved to, its process tree and the hashes of the code that ran.", ""]
     return "\n".join(lines)
 

@@ -19,6 +19,7 @@ from harness.machine import host
 GIB = 1 << 30
 PAGE = mmap.PAGESIZE
 BLOCK = 8 << 20
+PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 PSS_FIELDS = ("Rss", "Pss", "Pss_Anon", "Pss_File", "Pss_Shmem", "AnonHugePages", "Locked")
 
 
@@ -50,9 +51,9 @@ def tree_pass(root: int, repeats: int = 5) -> dict[str, Any]:
 
 
 def pss_pass_cost(size: int = 8 * GIB) -> dict[str, Any]:
-    """Cost of a PSS pass over this process while it holds `size` bytes of touched anonymous memory."""
+    """Cost of a PSS pass over this process while it holds `size` bytes of touched private anonymous memory."""
     before = rollup()
-    area = mmap.mmap(-1, size)
+    area = mmap.mmap(-1, size, flags=PRIVATE)
     touch = seconds(lambda: np.frombuffer(area, dtype=np.uint8)[::PAGE].__setitem__(slice(None), 1))
     walls = [seconds(rollup) * 1e3 for _ in range(7)]
     held = rollup()
@@ -66,7 +67,7 @@ def _moved(before: dict[str, int], after: dict[str, int]) -> dict[str, int]:
 
 
 def pinned_in_pss(size: int = GIB) -> dict[str, Any]:
-    """How far PSS moves when `size` bytes are pinned, by cudaHostAlloc and by cudaHostRegister on touched anonymous memory."""
+    """How far PSS moves when `size` bytes are pinned, by cudaHostAlloc and by cudaHostRegister on touched private anonymous memory."""
     import torch
 
     torch.empty(1, device="cuda")
@@ -79,7 +80,7 @@ def pinned_in_pss(size: int = GIB) -> dict[str, Any]:
     after = host.memory_bytes("MemAvailable")
     out["cuda_host_alloc_available_fell"] = None if available is None or after is None else available - after
     before = rollup()
-    area = mmap.mmap(-1, size)
+    area = mmap.mmap(-1, size, flags=PRIVATE)
     view = np.frombuffer(area, dtype=np.uint8)
     view[::PAGE] = 1
     out["anonymous_touched"] = _moved(before, rollup())
