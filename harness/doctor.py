@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from harness.machine.gpu import read_gpus
+from harness.machine.gpu import GpuUnreadable, read_gpus
 from harness.machine.identity import repository_record
 from harness.machine.idle import IdleLimits, check_idle
 from harness.machine.lock import LockBusy, LockError, SeriesLock, lock_path
@@ -52,7 +52,10 @@ def _smaps(_: Path) -> tuple[bool, str]:
 
 
 def _gpu(_: Path) -> tuple[bool, str]:
-    gpus = read_gpus()
+    try:
+        gpus = read_gpus()
+    except GpuUnreadable as error:
+        return False, f"{error}: a series would be refused"
     if gpus is None:
         return True, "no NVIDIA driver: CPU series only"
     return True, "; ".join(f"{gpu.index}: {gpu.name}, utilisation {gpu.utilisation} %" for gpu in gpus)

@@ -36,15 +36,17 @@ def arm_environment(options: Mapping[str, Any], oracle_environment: Mapping[str,
     return {**threads, **oracle_environment}
 
 
-def make_plan(spec: Spec, spec_bytes: bytes, environments: Mapping[str, Mapping[str, str]], reference_cases: int) -> dict[str, Any]:
+def make_plan(
+    spec: Spec, spec_bytes: bytes, environments: Mapping[str, Mapping[str, str]], reference_cases: int, limits: IdleLimits
+) -> dict[str, Any]:
     """Turn a spec into its plan.
 
     `environments` maps each oracle's name to the variables its file declares; `reference_cases` is how many prompts the correctness
-    reference holds (0 without one).  Pure: equal input gives an equal plan and an equal `digest`.
+    reference holds (0 without one), `limits` what the idle gate allows.  Pure: equal input gives an equal plan and an equal `digest`.
     """
     names = list(spec.arms)
     arms = [_arm(name, spec.arms[name], spec.options, environments) for name in names]
-    blocks = [
+    blocks: list[dict[str, Any]] = [
         {"phase": phase, "repetition": repetition, "order": block_order(names, repetition)}
         for phase in PHASES
         for repetition in range(1, getattr(spec.phases, phase) + 1)
@@ -70,7 +72,7 @@ def make_plan(spec: Spec, spec_bytes: bytes, environments: Mapping[str, Mapping[
         "legs": legs,
         "pairs": [list(pair) for pair in spec.verdict.pairs],
         "verdict": {"primary": spec.verdict.primary, "margin": spec.verdict.margin},
-        "idle": dataclasses.asdict(IdleLimits()),
+        "idle": dataclasses.asdict(limits),
         "leg_timeout_s": spec.limits.leg_timeout_s,
         "retries": RETRIES,
     }

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from harness.evidence import layout, store
 from harness.machine.identity import machine_record, repository_record
-from harness.machine.idle import IdleLimits, check_idle
+from harness.machine.idle import IdleLimits, check_idle, limits_from_environment
 from harness.machine.lock import LockBusy, LockError, SeriesLock
 from harness.oracle import Oracle, OracleError, load_oracle, oracle_python
 from harness.report.build import build_report
@@ -55,7 +55,11 @@ def prepare(root: Path, spec_path: Path) -> Prepared:
     oracles = {arm.oracle: load_oracle(arm.oracle, root) for arm in spec.arms.values() if arm.oracle}
     reference = read_reference(root, spec, spec_path.name)
     spec_bytes = spec_path.read_bytes()
-    plan = make_plan(spec, spec_bytes, {name: oracle.environment for name, oracle in oracles.items()}, len(reference))
+    try:
+        limits = limits_from_environment()
+    except ValueError as error:
+        raise Refused(str(error)) from None
+    plan = make_plan(spec, spec_bytes, {name: oracle.environment for name, oracle in oracles.items()}, len(reference), limits)
     return Prepared(spec=spec, spec_bytes=spec_bytes, plan=plan, oracles=oracles, reference=reference)
 
 

@@ -43,7 +43,8 @@ class Arm:
         return out
 
     def who(self):
-        return {"name": "stand-in", "distribution": None, "version": "0", "commit": None, "packages": {}, "record_sha256": "0", "missing": []}
+        return {"name": "stand-in", "distribution": None, "version": "0", "commit": None, "packages": {}, "record_sha256": "0",
+                "missing": []}
 
     def device(self):
         return {"kind": "cpu", "name": "none", "count": 1}

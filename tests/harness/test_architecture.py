@@ -102,6 +102,7 @@ def test_no_file_is_too_long() -> None:
 def test_the_oracle_version_is_named_once() -> None:
     """`0.32.0` as vLLM's version lives in the oracle's own folder and nowhere else in code, specs or make."""
     version = re.compile(r"0\.32\.0")
-    for pattern in ("harness/**/*.py", "engine/**/*.py", "legs/**/*.py", "legs/series/*.toml", "tools/**/*.py", "Makefile", "pyproject.toml"):
+    places = ("harness/**/*.py", "engine/**/*.py", "legs/**/*.py", "legs/series/*.toml", "tools/**/*.py", "Makefile", "pyproject.toml")
+    for pattern in places:
         for path in ROOT.glob(pattern):
             assert not version.search(path.read_text(encoding="utf-8")), path.relative_to(ROOT)

@@ -41,7 +41,8 @@ def trace(index: int) -> Trace:
 
 
 def leg(
-    folder: Path, traces: list[Trace] | None = None, outputs: list[list[int]] | None = None, marks: tuple[str, ...] = MARK_NAMES, **changes: Any
+    folder: Path, traces: list[Trace] | None = None, outputs: list[list[int]] | None = None, marks: tuple[str, ...] = MARK_NAMES,
+    **changes: Any,
 ) -> dict[str, Any]:
     """A finished leg's folder, well formed but for the changes; returns its result as read back."""
     write = Marks(folder / "marks.jsonl")

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from harness.cli import _run
+from harness.machine.idle import IdleLimits
 from harness.series.plan import block_order, make_plan
 from harness.series.spec import load_spec
 from tests.harness.series.spec_factory import write_spec
@@ -22,7 +23,7 @@ def test_three_arms_rotate_and_two_flip() -> None:
 
 def test_eighteen_legs_unique_and_rotated(tmp_path: Path) -> None:
     spec = load_spec(write_spec(tmp_path))
-    plan = make_plan(spec, b"", {"vllm-toy": {"VLLM_X": "1"}}, 0)
+    plan = make_plan(spec, b"", {"vllm-toy": {"VLLM_X": "1"}}, 0, IdleLimits())
     names = [leg["name"] for leg in plan["legs"]]
     assert len(names) == len(set(names)) == 18
     assert names[:4] == ["memory-1-on", "memory-1-off", "memory-1-pin", "memory-2-off"]
@@ -31,7 +32,7 @@ def test_eighteen_legs_unique_and_rotated(tmp_path: Path) -> None:
 
 
 def test_environment_deltas_are_exact(tmp_path: Path) -> None:
-    plan = make_plan(load_spec(write_spec(tmp_path)), b"", {"vllm-toy": {"VLLM_X": "1"}}, 0)
+    plan = make_plan(load_spec(write_spec(tmp_path)), b"", {"vllm-toy": {"VLLM_X": "1"}}, 0, IdleLimits())
     environments = {arm["name"]: arm["environment"] for arm in plan["arms"]}
     assert environments == {
         "on": {"OMP_NUM_THREADS": "2"}, "off": {"OMP_NUM_THREADS": "2"}, "pin": {"OMP_NUM_THREADS": "2", "VLLM_X": "1"},
@@ -40,9 +41,10 @@ def test_environment_deltas_are_exact(tmp_path: Path) -> None:
 
 def test_the_digest_follows_every_change(tmp_path: Path) -> None:
     environments = {"vllm-toy": {"VLLM_X": "1"}}
-    first = make_plan(load_spec(write_spec(tmp_path)), b"", environments, 0)
-    again = make_plan(load_spec(write_spec(tmp_path)), b"", environments, 0)
-    other = make_plan(load_spec(write_spec(tmp_path, ("max_tokens = 4\nmin_tokens = 4", "max_tokens = 5\nmin_tokens = 5"))), b"", environments, 0)
+    first = make_plan(load_spec(write_spec(tmp_path)), b"", environments, 0, IdleLimits())
+    again = make_plan(load_spec(write_spec(tmp_path)), b"", environments, 0, IdleLimits())
+    longer = load_spec(write_spec(tmp_path, ("max_tokens = 4\nmin_tokens = 4", "max_tokens = 5\nmin_tokens = 5")))
+    other = make_plan(longer, b"", environments, 0, IdleLimits())
     assert first["digest"] == again["digest"] != other["digest"]
 
 

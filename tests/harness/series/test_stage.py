@@ -62,7 +62,8 @@ def test_our_arm_sees_the_stage_and_not_the_repository(tree: Path, tmp_path: Pat
     program = "import sys, legs\nprint('\\n'.join([legs.__file__, *sys.path]))"
     (folder / "legs" / "drivers" / "engine.py").write_text(program, encoding="utf-8")
     command = arms.launch(our_arm(), folder, tmp_path, None, repository_root())
-    lines = subprocess.run(command.argv, env=command.environment, cwd=tmp_path, capture_output=True, text=True, check=True).stdout.splitlines()
+    ran = subprocess.run(command.argv, env=command.environment, cwd=tmp_path, capture_output=True, text=True, check=True)
+    lines = ran.stdout.splitlines()
     assert Path(lines[0]).is_relative_to(folder)
     root = repository_root()
     inside = [line for line in lines[1:] if Path(line).is_relative_to(root) and not Path(line).is_relative_to(root / ".venv")]
