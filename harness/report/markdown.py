@@ -163,11 +163,12 @@ def _occupancy(summary: Summary) -> list[str]:
             rows.append([
                 leg["leg"], f"{number(full['mean_in_flight'])} of {full['concurrency']}", percent(full["ramp"], 1),
                 percent(full["drain"], 1), number(full["steady_throughput"]), number(leg["total_throughput"]),
+                *(leg["counters"].get(name) for name in ("steps", "mixed_steps", "preemptions", "prefix_cache_hits")),
             ])
     return [
         "## Occupancy", "", "Mean in flight by Little's law; ramp and drain as shares of the window; total tok/s inside the steady window "
-        "(from first to last full) beside the whole run.", "",
-        *table(["leg", "in flight", "ramp", "drain", "steady tok/s", "whole tok/s"], rows),
+        "(from first to last full) beside the whole run; the engine's own counters.", "",
+        *table(["leg", "in flight", "ramp", "drain", "steady tok/s", "whole tok/s", "steps", "mixed", "preemptions", "cache hits"], rows),
         *(f"- {cell(warning)}" for warning in summary["occupancy_warnings"]), "",
     ]
 

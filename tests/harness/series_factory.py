@@ -210,7 +210,7 @@ def _result(folder: Path, request: protocol.LegRequest, role: str, recipe: Recip
         "who": {**who, "commit": None, "packages": {}, "record_sha256": "9a" * 32, "missing": []},
         "device": {"kind": "cpu", "name": "Synthetic CPU", "count": 1},
         "resolved": {**dict.fromkeys(protocol.COMMON_OPTIONS), "dtype": "float32", "depth": 1, "attention_backend": "reference"},
-        "counters": {"steps": 10, "preemptions": 0}, "pids": [1],
+        "counters": {"steps": 10, "mixed_steps": None, "preemptions": 0, "prefix_cache_hits": 0}, "pids": [1],
         "counts": {"requests": len(traces), "prompt_tokens": recipe.requests * recipe.prompt, "output_tokens": sum(map(len, outputs))},
         "files": {protocol.TRACES: protocol.write_traces(folder, traces), protocol.OUTPUTS: protocol.write_outputs(folder, outputs)},
         "sys_path": [],

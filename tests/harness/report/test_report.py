@@ -86,6 +86,13 @@ def test_lost_attempts_are_shown(built: tuple[Path, dict[str, Any]]) -> None:
     assert "none was repeated" not in text
 
 
+def test_occupancy_and_counters_are_shown_and_an_untold_counter_is_not_zero(built: tuple[Path, dict[str, Any]]) -> None:
+    row = next(line for line in render(built[1]).splitlines() if line.startswith("| performance-1-on | ") and " of 4 " in line)
+    leg = built[1]["arms"]["on"]["performance"][0]
+    assert f"| {leg['occupancy']['mean_in_flight']:.2f} of 4 |" in row and f"{leg['occupancy']['steady_throughput']:,.2f}" in row
+    assert row.endswith("| 10 | n/a | 0 | 0 |")
+
+
 def test_an_eager_oracle_gets_no_verdict(tmp_path: Path) -> None:
     text = report_of(tmp_path, arms=(("on", "ours"), ("off", "ours"), ("pin", "eager")))
     assert text.startswith("**INCONCLUSIVE** · total throughput, on [ours] / pin [eager]: 1.2")
