@@ -49,7 +49,8 @@ def test_the_fastest_and_what_is_missing(tmp_path: Path) -> None:
 
 def test_overlapping_passes_are_told_and_one_alone_is_not_the_fastest() -> None:
     def row(name: str, *rates: float) -> dict[str, Any]:
-        return {"name": name, "median_tok_s": sorted(rates)[len(rates) // 2] if rates else None, "passes": [{"total_tok_s": r} for r in rates]}
+        median = sorted(rates)[len(rates) // 2] if rates else None
+        return {"name": name, "median_tok_s": median, "passes": [{"total_tok_s": rate} for rate in rates]}
 
     assert fastest([row("a", 10, 9, 8), row("b", 8.5, 8, 7), row("c", 7, 6, 5), row("d")]) == ("a", ["b"])
     assert fastest([row("a", 10, 9, 8), row("d")]) == (None, [])
