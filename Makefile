@@ -35,7 +35,7 @@ oracle: setup
 
 model: setup
 	@echo "== the model: SmolLM2-135M-Instruct as a float32 checkpoint"
-	@$(BIN)/python tools/bench/make_smollm2.py
+	@$(BIN)/python -m tools.bench.make_smollm2
 
 clean:
 	rm -rf .venv .oracles .models .build series

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from harness.oracle import Oracle, oracle_python
+from harness.oracle import Oracle, oracle_python, oracle_site
 from legs.protocol import MODEL_VARIABLE, SITE_VARIABLE
 
 PASSED = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "LD_LIBRARY_PATH", "CUDA_VISIBLE_DEVICES")
@@ -42,7 +42,8 @@ def launch(arm: Mapping[str, Any], stage: Path, model: Path, oracle: Oracle | No
     if oracle is None:
         python, flags, sites = sys.executable, ["-S", "-P"], package_folders()
     else:
-        python, flags, sites = str(oracle_python(oracle, root)), ["-P"], []
+        site = oracle_site(oracle, root)
+        python, flags, sites = str(oracle_python(oracle, root)), ["-P"], [str(site)] if site else []
     environment = {name: os.environ[name] for name in PASSED if name in os.environ}
     environment |= {**FIXED, **arm["environment"]}
     environment["PYTHONPATH"] = os.pathsep.join([str(stage), *sites])

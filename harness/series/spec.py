@@ -11,7 +11,8 @@ from harness.strict import SpecError, build, read_toml
 from legs.protocol import CLIENTS, COMMON_OPTIONS
 
 SCHEMA = 1
-DRIVERS = ("engine", "vllm")
+DRIVER_OPTIONS: dict[str, tuple[str, ...]] = {"engine": (), "vllm": ("language_model_only", "gdn_prefill_backend")}
+"""What a driver takes beyond COMMON_OPTIONS; docs/LEG_PROTOCOL.md says what each means."""
 AXES = (
     "total_throughput", "output_throughput", "request_throughput", "ttft_mean", "tpot_mean", "itl_p50", "e2e_mean",
     "peak_pss", "stable_pss",
@@ -150,11 +151,12 @@ def _check_arms(spec: Spec, need: Need) -> None:
     for name, arm in spec.arms.items():
         where = f"arms.{name}"
         need(name.isidentifier(), where, name, "an arm's name is made of letters, digits and `_`")
-        need(arm.driver in DRIVERS, f"{where}.driver", arm.driver, f"one of {', '.join(DRIVERS)}")
+        need(arm.driver in DRIVER_OPTIONS, f"{where}.driver", arm.driver, f"one of {', '.join(DRIVER_OPTIONS)}")
         need(arm.client in CLIENTS, f"{where}.client", arm.client, f"one of {', '.join(CLIENTS)}")
         need((arm.oracle is not None) == (arm.driver == "vllm"), f"{where}.oracle", arm.oracle,
              "a vllm arm names its oracle file, an engine arm has none")
+        known = (*COMMON_OPTIONS, *DRIVER_OPTIONS[arm.driver])
         for option in (*spec.options, *arm.options):
-            need(option in COMMON_OPTIONS, f"{where}.options", option, f"one of {', '.join(COMMON_OPTIONS)}")
+            need(option in known, f"{where}.options", option, f"one of {', '.join(known)}")
         both = sorted(spec.options.keys() & arm.options.keys())
         need(not both, f"{where}.options", ", ".join(both), "set in [options] for all arms already; set it in one place")

@@ -121,8 +121,8 @@ arms = ["on", "off"]
 
 def checkout(folder: Path, fault: str = "", step_s: float = 0.002) -> Path:
     """A toy checkout in `folder`; returns its spec.  `fault` is put into the stand-in's build step."""
-    for package in ("harness", "legs", "engine"):
-        shutil.copytree(ROOT / package, folder / package, ignore=shutil.ignore_patterns("__pycache__", "corpora", "references", "series"))
+    for package, left_out in (("harness", ()), ("legs", ("corpora", "references", "series")), ("engine", ())):
+        shutil.copytree(ROOT / package, folder / package, ignore=shutil.ignore_patterns("__pycache__", *left_out))
     driver = DRIVER.replace("# FAULT", fault or "pass").replace("STEP_S = 0.002", f"STEP_S = {step_s}")
     (folder / "legs" / "drivers" / "engine.py").write_text(driver, encoding="utf-8")
     prompts = [[(7 * i + k) % 50 for k in range(16)] for i in range(8)]
