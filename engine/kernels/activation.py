@@ -11,7 +11,7 @@ from engine.kernels.linear import prefers_tall
 def swiglu_reference(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
     """x [T, hidden], gate_up [2 * inner, hidden] (gate first), down [hidden, inner] -> [T, hidden]."""
     gate, up = F.linear(x, gate_up).chunk(2, dim=-1)
-    return F.linear(F.silu(gate) * up, down)
+    return F.linear(F.silu(gate, inplace=True).mul_(up), down)
 
 
 def swiglu_cpu(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
@@ -19,4 +19,4 @@ def swiglu_cpu(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> to
     if not prefers_tall(x):
         return swiglu_reference(x, gate_up, down)
     gate, up = torch.mm(gate_up, x.t()).chunk(2, dim=0)
-    return torch.mm(down, F.silu(gate).mul_(up)).t()
+    return torch.mm(down, F.silu(gate, inplace=True).mul_(up)).t()

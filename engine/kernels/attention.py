@@ -48,6 +48,6 @@ def attention_prefill_reference(
     gathered = cache.index_select(0, blocks).view(-1, 2, kv_heads, dim)[:total]
     keys, values = (part.transpose(0, 1).unsqueeze(1).expand(-1, group, -1, -1) for part in gathered.unbind(1))
     grouped = query.unflatten(1, (kv_heads, group)).permute(1, 2, 0, 3)
-    mask = causal_mask(count, total, query.device)
-    out = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, scale=scale)
+    mask = None if count == total else causal_mask(count, total, query.device)
+    out = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, is_causal=mask is None, scale=scale)
     return out.permute(2, 0, 1, 3).reshape(count, heads, dim)

@@ -20,6 +20,7 @@ class Qwen3(Llama):
 
     def place(self, i: int, query_keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
         """Norm, then positions."""
-        for heads, weight in zip(query_keys.split((self.config.num_heads, self.config.num_kv_heads), dim=1), ("q_norm", "k_norm"), strict=True):
-            heads.copy_(ops.rms_norm(heads, self.weights[f"{i}.{weight}"], self.config.norm_eps))
+        query, keys = query_keys.split((self.config.num_heads, self.config.num_kv_heads), dim=1)
+        query.copy_(ops.rms_norm(query, self.weights[f"{i}.q_norm"], self.config.norm_eps))
+        keys.copy_(ops.rms_norm(keys, self.weights[f"{i}.k_norm"], self.config.norm_eps))
         super().place(i, query_keys, cos, sin)
