@@ -91,7 +91,7 @@ def report(series: SeriesArgument) -> int:
 
 @app.command()
 def scoreboard(
-    check: Annotated[bool, typer.Option("--check", help="Write nothing; exit 1 when the committed page is not what results/ gives.")] = False,
+    check: Annotated[bool, typer.Option("--check", help="Write nothing; exit 1 when the page is not what results/ gives.")] = False,
 ) -> int:
     """Generate docs/BENCHMARKS.md from the sealed series in results/."""
     from harness.report.scoreboard import render_scoreboard
@@ -101,8 +101,8 @@ def scoreboard(
     if not check:
         page.write_text(text, encoding="utf-8")
     same = page.is_file() and page.read_text(encoding="utf-8") == text
-    out_console.print(f"docs/BENCHMARKS.md: {'as results/ gives it' if same else 'differs from what results/ gives; run `parity scoreboard`'}",
-                      markup=False, highlight=False, soft_wrap=True)
+    state = "as results/ gives it" if same else "differs from what results/ gives; run `parity scoreboard`"
+    out_console.print(f"docs/BENCHMARKS.md: {state}", markup=False, highlight=False, soft_wrap=True)
     return Exit.PASS if same else Exit.FAIL
 
 
