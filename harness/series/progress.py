@@ -22,7 +22,7 @@ class Progress:
 
     def say(self, text: str) -> None:
         """One lasting line."""
-        self._console.print(text, markup=False, highlight=False)
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def leg(self, name: str, kind: str) -> None:
         """A leg begins.  `kind` groups legs that last about as long (an arm and its phase)."""
@@ -57,6 +57,11 @@ class Progress:
 
     def skip(self, legs: int) -> None:
         """A resumed series has these behind it."""
+        self._left -= legs
+
+    def drop(self, legs: int) -> None:
+        """A block that broke off does not run these."""
+        self._legs -= legs
         self._left -= legs
 
     def stop(self) -> None:

@@ -247,7 +247,7 @@ def _attempt(context: Context, phase: str, repetition: int, attempt: int, order:
             record = run_leg(context, place, folder / arm)
             status, reasons = record["status"], [f"{name}: {reason}" for reason in record["reasons"]]
             if status != "ok":
-                context.progress.skip(len(order) - position - 1)
+                context.progress.drop(len(order) - position - 1)
                 break
         else:
             reasons = []
