@@ -148,6 +148,18 @@ def test_eos_and_min_tokens_as_transformers_has_them(tmp_path: Path, depth: int,
     assert llm.blocks.free == llm.blocks.usable
 
 
+@pytest.mark.parametrize(("short_by", "stops"), [(0, True), (1, False)])
+def test_eos_may_come_right_after_min_tokens(tmp_path: Path, short_by: int, stops: bool) -> None:
+    """Where it is the model's choice after exactly min_tokens ids it ends the request; one id earlier it is masked."""
+    model, ids, eos = eos_checkpoint(tmp_path)
+    output = reference_greedy(model, ids, 40)[0]
+    place = output.index(eos)
+    params = SamplingParams(max_tokens=place + 1, min_tokens=place + short_by)
+    [found] = LLM(tmp_path).generate([ids], params)
+    assert found.token_ids[:place] == output[:place]
+    assert (found.token_ids[-1] == eos, found.finish_reason) == (stops, "stop" if stops else "length")
+
+
 def test_stop_token_ids_stop_and_generation_config_names_the_eos(tmp_path: Path) -> None:
     model, ids, eos = eos_checkpoint(tmp_path)
     llm = LLM(tmp_path)

@@ -95,6 +95,20 @@ def test_resolved_says_what_is_used(references: dict[str, Reference]) -> None:
     assert llm.resolved["dtype"] == "bfloat16" == str(llm.runner.caches.keys_values.dtype).removeprefix("torch.")
 
 
+def test_a_request_may_fill_the_model_s_length_exactly(references: dict[str, Reference]) -> None:
+    [output] = LLM(references["llama"].folder).generate([[5] * 500], SamplingParams(max_tokens=12, ignore_eos=True))
+    assert len(output.token_ids) == 12 and output.finish_reason == "length"
+
+
+def test_generate_wants_one_params_or_one_each(references: dict[str, Reference]) -> None:
+    llm = LLM(references["llama"].folder)
+    with pytest.raises(RequestError, match="3 prompts with 2 sampling parameters"):
+        llm.generate([[5], [6], [7]], [SamplingParams(), SamplingParams()])
+    assert not llm.has_unfinished()
+    outputs = llm.generate([[5], [6]], [SamplingParams(max_tokens=length, ignore_eos=True) for length in (3, 5)])
+    assert [len(output.token_ids) for output in outputs] == [3, 5]
+
+
 def test_counters(references: dict[str, Reference]) -> None:
     llm = LLM(references["llama"].folder, max_num_batched_tokens=8)
     llm.generate([[5] * 20], SamplingParams(max_tokens=4, min_tokens=2, ignore_eos=True))

@@ -78,7 +78,7 @@ def test_blocks_are_reserved_whole_so_a_request_waits_and_nothing_is_preempted(d
     scheduler = Scheduler(1000, 8, blocks)
     loop = Loop(scheduler, Recorder(), depth)
     for name in "012":
-        scheduler.add(Request(name, [1] * 33, SamplingParams(max_tokens=16, ignore_eos=True)))
+        scheduler.add(Request(name, [1] * 32, SamplingParams(max_tokens=16, ignore_eos=True)))
     loop.step()
     assert [request.id for request in scheduler.running] == ["0", "1"] and blocks.free == 0
     held = [block for request in scheduler.running for block in request.blocks]
