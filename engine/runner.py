@@ -9,7 +9,8 @@ import torch
 
 from engine.batch import Batch, pack
 from engine.kernels import dispatch as ops
-from engine.models.llama import Caches, Llama
+from engine.layers.attention import Caches
+from engine.models.llama import Llama
 from engine.request import Request
 from engine.scheduler import Step
 

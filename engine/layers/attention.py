@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from engine.batch import Batch
 from engine.kernels import dispatch as ops
+
+
+@dataclass(frozen=True)
+class Caches:
+    """What lasts between steps and the model reads: keys and values [layers, blocks, block_size, 2 * Hkv, D], block tables [slots, W]."""
+
+    keys_values: torch.Tensor
+    block_tables: torch.Tensor
 
 
 def paged_attention(

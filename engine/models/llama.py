@@ -8,25 +8,15 @@ Each add is done together with the norm that follows it, so a layer hands on (de
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import torch.nn.functional as F
 
 from engine.batch import Batch
 from engine.kernels import dispatch as ops
-from engine.layers.attention import paged_attention
+from engine.layers.attention import Caches, paged_attention
 from engine.layers.rotary import rotary_table
 from engine.loader.load import Parameter
 from engine.models.config import ModelConfig
-
-
-@dataclass(frozen=True)
-class Caches:
-    """What lasts between steps and the model reads: keys and values [layers, blocks, block_size, 2 * Hkv, D], block tables [slots, W]."""
-
-    keys_values: torch.Tensor
-    block_tables: torch.Tensor
 
 
 class Llama:
