@@ -10,8 +10,7 @@ SERIES := series/demo-$(shell date -u +%Y%m%dT%H%M%SZ)
 demo: setup oracle model
 	@echo "== running legs/series/quick.toml: three arms, a real model, a real vLLM; 10 to 15 minutes"
 	@$(BIN)/parity run-series legs/series/quick.toml --out $(SERIES); code=$$?; \
-	if [ $$code -ne 0 ] && [ $$code -ne 2 ]; then exit $$code; fi; \
-	echo "report: $(SERIES)/report.md"
+	if [ $$code -ne 2 ]; then exit $$code; fi  # 2: the verdict is withheld, since the demo's oracle runs eagerly
 
 test: setup oracle model check
 	$(BIN)/python -m pytest

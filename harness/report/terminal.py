@@ -13,6 +13,10 @@ from harness.report.markdown import verdict_line
 from harness.report.text import AXIS_NAMES, interval, percent, ratio
 
 
+SAME_AS_TOTAL = ("output_throughput", "request_throughput")
+"""At fixed counts these ratios equal that of total throughput; the report has them."""
+
+
 def print_plan(plan: dict[str, Any], console: Console) -> None:
     """Who runs with what, then the legs in the order they run, a block a row."""
     work = plan["workload"]
@@ -45,8 +49,8 @@ def print_summary(summary: dict[str, Any], series: Path, console: Console) -> No
             continue
         table = Table(title=f"{pair['ours']} / {pair['base']} ({pair['roles'][1]})", title_justify="left")
         for column in ("axis", "ratio", "95 % interval", "spread", "verdict"):
-            table.add_column(column)
-        for name in AXES:
+            table.add_column(column, no_wrap=True)
+        for name in (axis for axis in AXES if axis not in SAME_AS_TOTAL):
             axis = pair["axes"][name]
             spreads = " / ".join(percent(axis[side], 1) for side in ("spread_ours", "spread_base"))
             table.add_row(AXIS_NAMES[name], ratio(axis["ratio"]), interval(axis["interval"]), spreads, axis["verdict"])
