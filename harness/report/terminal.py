@@ -12,7 +12,6 @@ from harness.analysis.ratios import AXES
 from harness.report.markdown import verdict_line
 from harness.report.text import AXIS_NAMES, interval, percent, ratio
 
-
 SAME_AS_TOTAL = ("output_throughput", "request_throughput")
 """At fixed counts these ratios equal that of total throughput; the report has them."""
 
