@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import shutil
 import subprocess
-import sys
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -16,6 +14,7 @@ import pytest
 
 import engine
 from engine.errors import EngineError
+from harness.series.arms import launch
 from legs.drivers.engine import build, code_sha256
 from legs.protocol import (
     COMMON_OPTIONS,
@@ -57,9 +56,8 @@ def run_leg(folder: Path, reference: Reference, **options: Any) -> tuple[LegRequ
         corpus_sha256=sha256(corpus), requests=len(prompts), warmup_requests=1, max_tokens=STEPS, min_tokens=STEPS, ignore_eos=True,
         concurrency=3, client="step", options={**OPTIONS, **options})
     write_request(leg, request)
-    environment = {"PATH": os.environ["PATH"], "PYTHONPATH": str(stage), "PARITY_MODEL": str(reference.folder), "PYTHONSAFEPATH": "1"}
-    command = [sys.executable, "-m", "legs.drivers.engine"]
-    done = subprocess.run(command, cwd=leg, env=environment, capture_output=True, text=True, check=False)
+    command = launch({"driver": "engine", "environment": {}}, stage, reference.folder, None, ROOT)
+    done = subprocess.run(command.argv, cwd=leg, env=command.environment, capture_output=True, text=True, check=False)
     return request, leg, done
 
 
