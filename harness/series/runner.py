@@ -94,8 +94,9 @@ def run_series(
             raise Refused("the machine is not idle: " + "; ".join(idle["reasons"]))
         (_reopen if resume else _begin)(root, out, prepared, model_record)
         segment = _note_lock(out, None, "acquired", lock.record())
+        corpus = corpus_path(spec.workload.corpus)
         try:
-            stages = {driver: stage(root, driver, out) for driver in {arm["driver"] for arm in plan["arms"]}}
+            stages = {driver: stage(root, driver, out, corpus) for driver in {arm["driver"] for arm in plan["arms"]}}
         except StageError as error:
             raise CannotResume(str(error)) from None
         legs = len(plan["legs"]) + len(plan["warmup"]) + len((plan["correctness"] or {"legs": []})["legs"])
@@ -134,7 +135,7 @@ def _begin(root: Path, out: Path, prepared: Prepared, model_record: dict[str, An
     }))
     store.record(out, ["spec.toml", "plan.json", "series.json"])
     for driver in sorted(drivers):
-        folder, _ = stage(root, driver, out)
+        folder, _ = stage(root, driver, out, corpus_path(prepared.spec.workload.corpus))
         store.record_tree(out, str(folder.relative_to(out)))
 
 

@@ -9,7 +9,8 @@ from pathlib import Path
 PARTS = {"engine": ("legs", "engine"), "vllm": ("legs",), "harness": ("harness",)}
 """What each driver's stage holds; `harness` is never staged, only hashed for the record."""
 
-SKIPPED_FOLDERS = {"__pycache__"}
+DATA = (("legs", "corpora"), ("legs", "references"), ("legs", "series"), ("legs", "oracles"))
+"""Folders that hold no code: no arm imports them, and the one corpus it reads is staged beside the code under its own hash."""
 
 
 class StageError(RuntimeError):
@@ -27,7 +28,7 @@ def code_files(root: Path, driver: str) -> list[Path]:
     for part in PARTS[driver]:
         for path in sorted((root / part).rglob("*")):
             relative = path.relative_to(root)
-            if SKIPPED_FOLDERS & set(relative.parts):
+            if "__pycache__" in relative.parts or relative.parts[:2] in DATA:
                 continue
             if path.is_symlink():
                 raise StageError(f"{relative}: a symlink cannot be staged; replace it with the file")
@@ -46,14 +47,17 @@ def code_sha256(root: Path, driver: str) -> str:
     return digest.hexdigest()
 
 
-def stage(root: Path, driver: str, series: Path) -> tuple[Path, str]:
-    """Copy the driver's code into the series and return (folder, SHA-256).  An existing copy is checked and used."""
+def stage(root: Path, driver: str, series: Path, corpus: str) -> tuple[Path, str]:
+    """Copy the driver's code and the corpus (a path relative to `root`) into the series; returns (folder, SHA-256 of the code).
+
+    An existing copy is checked and used.  The arm itself checks the corpus against the hash it is asked for.
+    """
     wanted = code_sha256(root, driver)
     target = series / "stage" / wanted[:12]
     if not target.exists():
         scratch = target.with_name(f".{target.name}")
         shutil.rmtree(scratch, ignore_errors=True)
-        for relative in code_files(root, driver):
+        for relative in (*code_files(root, driver), Path(corpus)):
             (scratch / relative).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(root / relative, scratch / relative)
         scratch.rename(target)

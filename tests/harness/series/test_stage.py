@@ -12,22 +12,26 @@ import pytest
 from harness.series import arms
 from harness.series.stage import StageError, code_sha256, repository_root, stage
 
+CORPUS = "legs/corpora/toy.json.gz"
+
 
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
     root = tmp_path / "root"
-    for name in ("legs/client.py", "engine/api.py", "engine/__pycache__/api.pyc"):
+    data = (CORPUS, "legs/corpora/other.json.gz", "legs/series/a.toml")
+    for name in ("legs/client.py", "engine/api.py", "engine/__pycache__/api.pyc", *data):
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(f"# {name}\n", encoding="utf-8")
     return root
 
 
 def test_a_stage_is_named_by_its_hash_and_used_again(tree: Path, tmp_path: Path) -> None:
-    folder, sha = stage(tree, "engine", tmp_path / "series")
+    folder, sha = stage(tree, "engine", tmp_path / "series", CORPUS)
     assert folder.name == sha[:12]
-    assert sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file()) == ["engine/api.py", "legs/client.py"]
-    assert stage(tree, "engine", tmp_path / "series") == (folder, sha)
-    assert stage(tree, "vllm", tmp_path / "series")[1] != sha
+    assert sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file()) == [
+        "engine/api.py", "legs/client.py", CORPUS]
+    assert stage(tree, "engine", tmp_path / "series", CORPUS) == (folder, sha)
+    assert stage(tree, "vllm", tmp_path / "series", CORPUS)[1] != sha
 
 
 def test_both_of_our_arms_have_one_hash_and_a_change_has_another(tree: Path) -> None:
@@ -38,16 +42,16 @@ def test_both_of_our_arms_have_one_hash_and_a_change_has_another(tree: Path) -> 
 
 
 def test_an_edited_stage_is_refused(tree: Path, tmp_path: Path) -> None:
-    folder, _ = stage(tree, "engine", tmp_path / "series")
+    folder, _ = stage(tree, "engine", tmp_path / "series", CORPUS)
     (folder / "engine" / "api.py").write_text("# edited\n", encoding="utf-8")
     with pytest.raises(StageError, match="was staged"):
-        stage(tree, "engine", tmp_path / "series")
+        stage(tree, "engine", tmp_path / "series", CORPUS)
 
 
 def test_a_symlink_is_refused(tree: Path, tmp_path: Path) -> None:
     (tree / "legs" / "link.py").symlink_to(tmp_path / "elsewhere.py")
     with pytest.raises(StageError, match=r"legs/link\.py"):
-        stage(tree, "engine", tmp_path / "series")
+        stage(tree, "engine", tmp_path / "series", CORPUS)
 
 
 def our_arm() -> dict[str, object]:
@@ -55,7 +59,7 @@ def our_arm() -> dict[str, object]:
 
 
 def test_our_arm_sees_the_stage_and_not_the_repository(tree: Path, tmp_path: Path) -> None:
-    folder, _ = stage(tree, "engine", tmp_path / "series")
+    folder, _ = stage(tree, "engine", tmp_path / "series", CORPUS)
     (folder / "legs" / "drivers").mkdir()
     for package in ("legs", "legs/drivers"):
         (folder / package / "__init__.py").touch()
