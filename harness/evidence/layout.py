@@ -12,6 +12,7 @@ MANIFEST = "manifest.jsonl"
 STAGE, CORRECTNESS, WARMUP, BLOCKS = "stage", "correctness", "warmup", "blocks"
 GATE = "gate.json"
 LEG, BLOCK, IDLE, GUARD, MEMORY = "leg.json", "block.json", "idle.json", "guard.json", "memory.jsonl.gz"
+PAGE_CACHE, TELEMETRY = "page_cache.json", "telemetry.jsonl.gz"
 SUMMARY, REPORT, PLOTS, LOGS = "summary.json", "report.md", "plots", "logs"
 
 DERIVED = frozenset({SUMMARY, REPORT, PLOTS, LOGS})

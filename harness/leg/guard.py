@@ -39,6 +39,7 @@ class Leg:
     reason: str = "exit"
     error: str | None = None
     killed: dict[int, str] = field(default_factory=dict)
+    read_before: int | None = None
 
     def exit_code(self) -> int:
         return EXIT[self.reason] if self.reason in EXIT else int(self.status != 0)
@@ -57,7 +58,7 @@ def main(argv: list[str] | None = None) -> int:
         signal.signal(number, lambda number, _: signals.add(number))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
 
-    leg = Leg(started_ns=time.monotonic_ns())
+    leg = Leg(started_ns=time.monotonic_ns(), read_before=_read_bytes())
     try:
         _start(leg, arguments)
         if leg.arm_pid is not None:
@@ -182,6 +183,7 @@ def _descendants() -> dict[int, str]:
 
 def _write_record(leg: Leg, arguments: argparse.Namespace) -> None:
     returncode = os.waitstatus_to_exitcode(leg.status) if leg.reason == "exit" and leg.status is not None else None
+    read = _read_bytes()
     record = {
         "schema": SCHEMA,
         "guard_pid": os.getpid(),
@@ -194,6 +196,7 @@ def _write_record(leg: Leg, arguments: argparse.Namespace) -> None:
         "killed": [{"pid": pid, "name": name} for pid, name in sorted(leg.killed.items())],
         "stdout_bytes": _size(arguments.stdout),
         "stderr_bytes": _size(arguments.stderr),
+        "read_bytes": None if read is None or leg.read_before is None else read - leg.read_before,
     }
     scratch = arguments.record.with_name(f".{arguments.record.name}.{os.getpid()}")
     with open(os.open(scratch, _new_file()), "w", encoding="utf-8") as sink:
@@ -201,6 +204,15 @@ def _write_record(leg: Leg, arguments: argparse.Namespace) -> None:
         sink.flush()
         os.fsync(sink.fileno())
     os.replace(scratch, arguments.record)
+
+
+def _read_bytes() -> int | None:
+    """Bytes that this process and every process it has reaped, with all that those reaped, fetched from storage (proc(5), PID/io)."""
+    try:
+        lines = Path("/proc/self/io").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return None
+    return next((int(line.partition(":")[2]) for line in lines if line.startswith("read_bytes:")), None)
 
 
 def _size(path: Path) -> int | None:

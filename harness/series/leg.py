@@ -12,10 +12,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from harness.evidence import layout
 from harness.leg.launch import LegProcess, start_leg
 from harness.leg.memory_summary import read_rows, summarise_memory
 from harness.machine.idle import IdleLimits, check_idle
 from harness.machine.lock import SeriesLock
+from harness.machine.page_cache import evict
 from harness.oracle import Oracle, role_of
 from harness.series import checks
 from harness.series.arms import Launch, launch
@@ -28,7 +30,8 @@ SCHEMA = 1
 POLL_S = 0.5
 """How often the runner looks at a running leg.  Looking costs the measured machine CPU time, so it is rare and cheap."""
 
-MEMORY = "memory.jsonl.gz"
+COLD = ("memory", "performance")
+"""Phases whose legs load the model from storage, so that no arm profits from the pages another has left."""
 
 
 @dataclass(kw_only=True)
@@ -39,6 +42,8 @@ class Context:
     series: Path
     plan: dict[str, Any]
     model: Path
+    model_files: list[dict[str, Any]]
+    """The checkpoint's listing: `path` below `model`, `bytes`."""
     oracles: dict[str, Oracle]
     stages: dict[str, tuple[Path, str]]
     """(staged folder, code SHA-256) by driver."""
@@ -79,12 +84,12 @@ def run_leg(context: Context, place: LegPlace, folder: Path) -> dict[str, Any]:
         "schema": SCHEMA, "leg": place.name, "arm": place.arm, "phase": place.phase, "repetition": place.repetition,
         "attempt": place.attempt, "order": place.order, "environment": arm["environment"], "code_sha256": context.stages[arm["driver"]][1],
         "started_utc": datetime.now(UTC).isoformat(timespec="seconds"), "started_ns": time.monotonic_ns(), "ended_ns": None,
-        "since_previous_s": None, "argv": [], "role": None, "status": "interrupted", "reasons": [],
+        "since_previous_s": None, "argv": [], "role": None, "status": "interrupted", "reasons": [], "notes": [],
     }
     try:
         context.lock.verify()
         idle = check_idle(IdleLimits(**context.plan["idle"]), context.own_roots, context.previous_end_ns)
-        write_atomic(folder / "idle.json", to_json(idle))
+        write_atomic(folder / layout.IDLE, to_json(idle))
         if not idle["ok"]:
             record |= {"status": "void", "reasons": [f"the machine is not idle: {reason}" for reason in idle["reasons"]]}
         else:
@@ -92,7 +97,7 @@ def run_leg(context: Context, place: LegPlace, folder: Path) -> dict[str, Any]:
             context.lock.verify()
     finally:
         record["ended_ns"] = context.previous_end_ns = time.monotonic_ns()
-        write_atomic(folder / "leg.json", to_json(record))
+        write_atomic(folder / layout.LEG, to_json(record))
         context.progress.done(record["status"], "".join(f"\n    {reason}" for reason in record["reasons"][:5]))
     return record
 
@@ -104,6 +109,11 @@ def _run(context: Context, place: LegPlace, folder: Path, record: dict[str, Any]
     command = launch(arm, stage, context.model, oracle, context.root)
     request = _request(context, place, arm)
     write_request(folder, request)
+    if place.phase in COLD:
+        warm, record["notes"] = _evict_model(context, folder)
+        if warm:
+            record |= {"status": "void", "reasons": warm}
+            return
     logs = context.series / "logs" / folder.relative_to(context.series)
     logs.mkdir(parents=True, exist_ok=True)
     started = time.monotonic_ns()
@@ -112,10 +122,41 @@ def _run(context: Context, place: LegPlace, folder: Path, record: dict[str, Any]
         "since_previous_s": None if context.previous_end_ns is None else (started - context.previous_end_ns) / 1e9,
     }
     _supervise(context, place, folder, command, logs)
+    if place.phase in COLD:
+        record["notes"] += _storage_notes(context, folder)
     if code_sha256(stage, arm["driver"]) != code:
         record |= {"status": "failed", "reasons": ["the staged code changed while the leg ran"]}
         return
     record["status"], record["reasons"], record["role"] = _judge(context, place, folder, request, oracle, logs)
+
+
+def _evict_model(context: Context, folder: Path) -> tuple[list[str], list[str]]:
+    """Evict the checkpoint from the page cache, leave page_cache.json, and return (reasons to void the leg, notes)."""
+    names = [entry["path"] for entry in context.model_files]
+    try:
+        found = evict(context.model / name for name in names)
+    except OSError as error:
+        found = {"proven": False, "pages_before": None, "pages_after": None, "reasons": [f"a file cannot be read: {error.strerror}"]}
+    write_atomic(folder / layout.PAGE_CACHE, to_json({"schema": SCHEMA, **found, "files": names}))
+    said = [f"page cache: {reason}" for reason in found["reasons"]]
+    return (said, []) if found["proven"] is False else ([], said)
+
+
+def _storage_notes(context: Context, folder: Path) -> list[str]:
+    """What bytes read from storage say about a cold start.  A note, no gate: not every file system counts them (proc(5))."""
+    read = _guard(folder).get("read_bytes")
+    weights = sum(entry["bytes"] for entry in context.model_files if entry["path"].endswith(".safetensors"))
+    if read is None:
+        return ["storage: the bytes that the arm read from it cannot be had here; mincore alone shows the cold start"]
+    if read < weights:
+        return [f"storage: the arm read {read} bytes, its weights are {weights}: this file system does not count, or not all were loaded"]
+    return []
+
+
+def _guard(folder: Path) -> dict[str, Any]:
+    """The guard's record, empty when it left none."""
+    path = folder / layout.GUARD
+    return dict(json.loads(path.read_bytes())) if path.exists() else {}
 
 
 def _request(context: Context, place: LegPlace, arm: Mapping[str, Any]) -> LegRequest:
@@ -134,7 +175,7 @@ def _supervise(context: Context, place: LegPlace, folder: Path, command: Launch,
     """Start the arm under its guard (and, in a memory leg, the sampler beside it) and stay until both are gone."""
     process = start_leg(
         command.argv, command.environment, folder, context.lock.fd, context.plan["leg_timeout_s"],
-        record=folder / "guard.json", stdout=logs / "stdout.log", stderr=logs / "stderr.log",
+        record=folder / layout.GUARD, stdout=logs / "stdout.log", stderr=logs / "stderr.log",
     )
     sampler = _start_sampler(process, folder, logs) if place.phase == "memory" else None
     try:
@@ -152,7 +193,7 @@ def _supervise(context: Context, place: LegPlace, folder: Path, command: Launch,
 
 
 def _start_sampler(process: LegProcess, folder: Path, logs: Path) -> subprocess.Popen[bytes]:
-    argv = [sys.executable, "-m", "harness.leg.memory", "--root-pid", str(process.pid), "--out", str(folder / MEMORY),
+    argv = [sys.executable, "-m", "harness.leg.memory", "--root-pid", str(process.pid), "--out", str(folder / layout.MEMORY),
             "--marks", str(folder / "marks.jsonl")]
     with (logs / "sampler.log").open("xb") as log:
         return subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=log, stderr=log)
@@ -175,8 +216,8 @@ def _judge(
     context: Context, place: LegPlace, folder: Path, request: LegRequest, oracle: Oracle | None, logs: Path
 ) -> tuple[str, list[str], str | None]:
     """(status, reasons, role) of a leg whose processes are gone."""
-    guard = json.loads((folder / "guard.json").read_bytes()) if (folder / "guard.json").exists() else None
-    if guard is None:
+    guard = _guard(folder)
+    if not guard:
         return "failed", ["the guard left no record"], None
     if guard["reason"] == "timeout":
         return "hung", [f"no result within leg_timeout_s = {context.plan['leg_timeout_s']:g}"], None
@@ -201,9 +242,9 @@ def _judge(
 
 
 def _memory_reasons(folder: Path) -> list[str]:
-    if not (folder / MEMORY).exists():
+    if not (folder / layout.MEMORY).exists():
         return ["the memory sampler left no stream"]
-    summary = summarise_memory(read_rows(folder / MEMORY), read_marks(folder))
+    summary = summarise_memory(read_rows(folder / layout.MEMORY), read_marks(folder))
     reasons = [f"{name} is unreadable" for name in ("peak_pss", "stable_pss") if summary[name] is None]
     return reasons + [f"a peak was missed: {missed}" for missed in summary["peak_missed"]]
 

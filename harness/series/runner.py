@@ -101,8 +101,8 @@ def run_series(
             raise CannotResume(str(error)) from None
         legs = len(plan["legs"]) + len(plan["warmup"]) + len((plan["correctness"] or {"legs": []})["legs"])
         context = Context(
-            root=root, series=out, plan=plan, model=model, oracles=prepared.oracles, stages=stages, lock=lock,
-            progress=Progress(console, legs), own_roots={os.getpid()}, prompt_lengths=lengths,
+            root=root, series=out, plan=plan, model=model, model_files=model_record["files"], oracles=prepared.oracles, stages=stages,
+            lock=lock, progress=Progress(console, legs), own_roots={os.getpid()}, prompt_lengths=lengths,
         )
         _carry_out(context, prepared)
         _note_lock(out, segment, "released", lock.record())

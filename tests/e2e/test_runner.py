@@ -75,6 +75,29 @@ def test_evidence_holds_no_path_and_no_name_of_this_machine(run: Run, tmp_path: 
             assert not [word for word in words if word in text], path.relative_to(series)
 
 
+def test_a_timed_leg_starts_with_the_model_evicted_from_the_page_cache(run: Run) -> None:
+    _, series = run()
+    for folder in series.glob("blocks/*/*/o*"):
+        record = json.loads((folder / "page_cache.json").read_bytes())
+        assert (record["proven"], record["pages_after"], record["files"]) == (True, 0, ["weights"])
+        assert json.loads((folder / "guard.json").read_bytes())["read_bytes"] is not None
+        assert json.loads((folder / "leg.json").read_bytes())["notes"] == []
+    assert not list(series.glob("correctness/*/*/page_cache.json"))
+
+
+@pytest.mark.parametrize(("proven", "code"), [(False, (3,)), (None, VERDICT)])
+def test_a_warm_page_cache_voids_a_timed_leg_and_one_that_cannot_be_proven_is_noted(
+    run: Run, monkeypatch: pytest.MonkeyPatch, proven: bool | None, code: tuple[int, ...]
+) -> None:
+    reasons = ["weights: the reason and the cure"]
+    monkeypatch.setattr(leg, "evict", lambda _: {"proven": proven, "pages_before": 1, "pages_after": 1, "reasons": reasons, "files": []})
+    found, series = run()
+    assert found in code
+    record = json.loads((series / "blocks" / "performance-1" / "attempt-1" / "on" / "leg.json").read_bytes())
+    said = ["page cache: weights: the reason and the cure"]
+    assert (record["status"], record["reasons"], record["notes"]) == (("ok", [], said) if proven is None else ("void", said, []))
+
+
 def test_a_second_run_into_the_same_folder_changes_nothing(run: Run, tmp_path: Path) -> None:
     _, series = run()
     before = {path: path.read_bytes() for path in series.rglob("*") if path.is_file()}

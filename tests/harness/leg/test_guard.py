@@ -21,6 +21,7 @@ import harness
 from harness.leg import launch
 from harness.leg.launch import LegProcess, start_leg
 from harness.machine.lock import SeriesLock
+from harness.machine.page_cache import evict
 
 FLOCK = shutil.which("flock") or ""
 ROOT = Path(harness.__file__).parents[1]
@@ -138,6 +139,20 @@ def test_output_is_never_written_over(arm: Arm, kind: str) -> None:
     assert arm("echo", "lost").wait(10) == 1
     assert arm.record()["reason"] == "not-started"
     assert (arm.folder / "out").read_text() == "kept"
+
+
+def test_bytes_read_from_storage_are_counted_over_the_whole_tree(arm: Arm) -> None:
+    """The reader is the child of a child, both gone before the arm ends; its file is evicted first."""
+    data = arm.folder / "data"
+    data.write_bytes(os.urandom(4 << 20))
+    assert evict([data])["proven"]
+    reading = "sh -c 'cat data; true' | wc -c"
+    assert arm("sh", "-c", reading).wait(20) == 0
+    assert arm.record()["read_bytes"] >= 4 << 20
+    for stream in ("out", "err"):
+        (arm.folder / stream).unlink()
+    assert arm("sh", "-c", reading).wait(20) == 0
+    assert arm.record()["read_bytes"] < 4 << 20
 
 
 def test_children_left_behind_are_killed_and_listed(arm: Arm) -> None:
