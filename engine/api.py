@@ -9,15 +9,15 @@ from typing import Any
 
 import torch
 
-from engine.config import CACHE_BYTES, DTYPES, EngineConfig
+from engine.config import DTYPES, EngineConfig
 from engine.errors import CheckpointError, ConfigError, EngineError, RequestError
-from engine.kernels import dispatch
+from engine.kernels import devices, dispatch
 from engine.kv_cache import BlockPool
 from engine.loop import Loop, StepOutput
 from engine.models.build import build_model
 from engine.models.config import ModelConfig, read_config
 from engine.request import Request, SamplingParams
-from engine.runner import Runner
+from engine.runner import make_runner
 from engine.scheduler import Scheduler
 
 __all__ = ["LLM", "CheckpointError", "ConfigError", "EngineError", "RequestError", "RequestOutput", "SamplingParams", "StepOutput"]
@@ -46,11 +46,11 @@ class LLM:
             torch.set_num_threads(config.threads)
         self.resolved = _resolve(config, self.model_config)
         built = build_model(
-            Path(model), self.model_config, getattr(torch, self.resolved["dtype"]), self.resolved["max_model_len"], self.resolved["load"])
+            Path(model), self.model_config, getattr(torch, self.resolved["dtype"]), self.resolved["max_model_len"], self.resolved["load"],
+            self.resolved["device"])
         self.blocks = BlockPool(self.resolved["num_blocks"], self.resolved["block_size"])
         self.scheduler = Scheduler(self.resolved["max_num_batched_tokens"], self.resolved["max_num_seqs"], self.blocks)
-        self.runner = Runner(
-            built, self.resolved["num_blocks"], self.resolved["block_size"], self.resolved["max_num_seqs"], self.resolved["max_model_len"])
+        self.runner = make_runner(built, self.resolved)
         self.loop = Loop(self.scheduler, self.runner, self.resolved["depth"])
         self._open: set[str] = set()
 
@@ -71,6 +71,9 @@ class LLM:
         if any(token >= vocab for token in params.stop_token_ids):
             raise RequestError(f"request {request_id}: stop_token_ids {params.stop_token_ids} reach beyond the vocabulary of {vocab}")
         request = Request(request_id, prompt_token_ids, params, self.model_config.eos_ids)
+        if len(request.suppressed) > self.runner.most_suppressed:
+            raise RequestError(f"request {request_id}: {len(request.suppressed)} end-of-sequence and stop ids; "
+                               f"this device keeps {self.runner.most_suppressed} a request")
         if (needed := self.blocks.needed(request.cached_tokens)) > self.blocks.usable:
             raise RequestError(f"request {request_id}: needs {needed} KV blocks of {self.blocks.block_size} tokens, "
                                f"the engine has {self.blocks.usable}; raise num_blocks")
@@ -114,6 +117,7 @@ class LLM:
         return {
             "steps": self.loop.steps, "mixed_steps": self.loop.mixed_steps, "preemptions": 0,
             "prefix_cache_queries": 0, "prefix_cache_hits": 0, "sampler_calls": dict(self.runner.sampler_calls),
+            "graph_replays": self.runner.graph_replays,
         }
 
 
@@ -125,7 +129,8 @@ def _engine_config(options: dict[str, Any]) -> EngineConfig:
 
 
 def _resolve(config: EngineConfig, model: ModelConfig) -> dict[str, Any]:
-    """Every option as this engine will use it."""
+    """Every option as this engine will use it.  Raises :class:`ConfigError`, also for a device that is not here."""
+    devices.require(config.device)
     dtype = config.dtype or model.dtype
     if dtype not in DTYPES:
         raise ConfigError(f"dtype is not given and the checkpoint's is {dtype!r}; built are {', '.join(DTYPES)}")
@@ -138,8 +143,9 @@ def _resolve(config: EngineConfig, model: ModelConfig) -> dict[str, Any]:
     return {
         "dtype": dtype, "device": config.device, "max_num_batched_tokens": config.max_num_batched_tokens,
         "max_num_seqs": config.max_num_seqs, "max_model_len": length, "block_size": config.block_size,
-        "num_blocks": config.num_blocks or max(2, min(most, CACHE_BYTES // block_bytes)),
-        "enable_prefix_caching": False, "enable_chunked_prefill": True, "enforce_eager": True,
-        "depth": config.depth or 1, "threads": torch.get_num_threads(), "load": config.load,
-        "attention_backend": dispatch.BACKEND,
+        "num_blocks": config.num_blocks or max(2, min(most, devices.cache_bytes(config.device) // block_bytes)),
+        "enable_prefix_caching": False, "enable_chunked_prefill": True,
+        "enforce_eager": config.device == devices.HOST if config.enforce_eager is None else config.enforce_eager,
+        "depth": config.depth or (1 if config.device == devices.HOST else 2), "threads": torch.get_num_threads(), "load": config.load,
+        "attention_backend": dispatch.BACKENDS[config.device],
     }

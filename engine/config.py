@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from engine.errors import ConfigError
+from engine.kernels.devices import DEVICES, HOST
 
 LOADS = ("direct", "staged")
 DTYPES = ("float32", "bfloat16")
-CACHE_BYTES = 4 << 30
-"""Largest KV cache taken when the number of blocks is not given."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,7 +16,7 @@ class EngineConfig:
     """Options under vLLM's names where the meaning is the same; lengths in tokens.  None lets the engine resolve it (`resolve`)."""
 
     dtype: str | None = None
-    device: str = "cpu"
+    device: str = HOST
     max_num_batched_tokens: int = 2048
     max_num_seqs: int = 32
     max_model_len: int | None = None
@@ -26,6 +25,8 @@ class EngineConfig:
     """KV blocks, the null block included."""
     depth: int | None = None
     """Steps in flight: 1 synchronous, 2 one step ahead."""
+    enforce_eager: bool | None = None
+    """Whether each step is launched kernel by kernel; otherwise decode steps are graphs, which only a card has."""
     threads: int | None = None
     load: str = "direct"
 
@@ -37,10 +38,14 @@ class EngineConfig:
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise ConfigError(f"{name} is {value!r}; it must be an integer of at least {least}")
-        _check("device", self.device, ("cpu",))
+        _check("device", self.device, DEVICES)
         _check("depth", self.depth, (None, 1, 2))
         _check("load", self.load, LOADS)
         _check("dtype", self.dtype, (None, *DTYPES))
+        if self.enforce_eager is not None and not isinstance(self.enforce_eager, bool):
+            raise ConfigError(f"enforce_eager is {self.enforce_eager!r}; it must be true or false")
+        if self.enforce_eager is False and self.device == HOST:
+            raise ConfigError(f"enforce_eager is False; device {HOST} has no graphs")
 
 
 def _check(name: str, value: object, allowed: tuple[object, ...]) -> None:

@@ -1,44 +1,60 @@
-"""The one place that decides which form of a kernel runs.  Models and layers call these; a device's own kernels are added here."""
+"""The one place that decides which form of a kernel runs.  Models, layers and runners call these; Triton is imported where it is used,
+so that a machine without it lacks nothing it needs."""
 
 from __future__ import annotations
 
 import torch
 
-from engine.kernels import activation, attention, norm, rope, sample
+from engine.kernels import activation, attention, norm, place, sample
 from engine.kernels import linear as linear_kernels
+from engine.kernels.devices import CARD, HOST
 
-BACKEND = "torch-cpu"
-"""Name of the attention backend, as reported."""
+BACKENDS = {HOST: "torch-cpu", CARD: "triton"}
+"""Name of each device's attention backend, as reported."""
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """See `norm.rms_norm_reference`."""
+    if x.is_cuda:
+        from engine.kernels import norm_triton
+
+        return norm_triton.rms_norm(x, weight, eps)
     return norm.rms_norm_reference(x, weight, eps)
 
 
 def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
     """See `norm.add_rms_norm_reference`."""
+    if x.is_cuda:
+        from engine.kernels import norm_triton
+
+        return norm_triton.add_rms_norm(x, residual, weight, eps)
     return norm.add_rms_norm_reference(x, residual, weight, eps)
 
 
-def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
-    """See `rope.rotate_reference`."""
-    rope.rotate_reference(x, cos, sin)
+def place_tokens(
+    qkv: torch.Tensor, heads: int, norms: tuple[torch.Tensor, torch.Tensor] | None, eps: float, cos: torch.Tensor, sin: torch.Tensor,
+    cache: torch.Tensor, rows: torch.Tensor,
+) -> None:
+    """See `place.place_reference`."""
+    if qkv.is_cuda:
+        from engine.kernels import place_triton
+
+        return place_triton.place(qkv, heads, norms, eps, cos, sin, cache, rows)
+    return place.place_reference(qkv, heads, norms, eps, cos, sin, cache, rows)
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """See `linear.linear_reference`."""
-    return linear_kernels.linear_cpu(x, weight)
+    """See `linear.linear_reference`; on the card that is cuBLAS."""
+    return linear_kernels.linear_reference(x, weight) if x.is_cuda else linear_kernels.linear_cpu(x, weight)
 
 
 def swiglu(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
     """See `activation.swiglu_reference`."""
+    if x.is_cuda:
+        from engine.kernels import activation_triton
+
+        return activation_triton.swiglu(x, gate_up, down)
     return activation.swiglu_cpu(x, gate_up, down)
-
-
-def write_cache(cache: torch.Tensor, rows: torch.Tensor, keys_values: torch.Tensor) -> None:
-    """See `attention.write_cache_reference`."""
-    attention.write_cache_reference(cache, rows, keys_values)
 
 
 def attention_decode(query: torch.Tensor, cache: torch.Tensor, block_table: torch.Tensor, mask: torch.Tensor, scale: float) -> torch.Tensor:
@@ -51,6 +67,56 @@ def attention_prefill(query: torch.Tensor, cache: torch.Tensor, blocks: torch.Te
     return attention.attention_prefill_reference(query, cache, blocks, total, scale)
 
 
+def attention_slots(
+    query: torch.Tensor, cache: torch.Tensor, tables: torch.Tensor, slots: torch.Tensor, lengths: torch.Tensor, tiles: torch.Tensor | None,
+    scale: float,
+) -> torch.Tensor:
+    """The card's form of both: rows of slots [D] first, then those that `tiles` name; query [T, H, D] -> [T, H, D].
+
+    See `attention_decode_triton.attention_decode` and `attention_prefill_triton.attention_prefill`.
+    """
+    from engine.kernels import attention_decode_triton, attention_prefill_triton
+
+    out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    if slots.shape[0]:
+        attention_decode_triton.attention_decode(query, cache, tables, slots, lengths, out, scale)
+    if tiles is not None and tiles.shape[0]:
+        attention_prefill_triton.attention_prefill(query, cache, tables, tiles, out, scale)
+    return out
+
+
 def greedy(logits: torch.Tensor) -> torch.Tensor:
     """See `sample.greedy_reference`."""
     return sample.greedy_cpu(logits)
+
+
+def greedy_slots(logits: torch.Tensor, state: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """The card's form: see `sample_triton.greedy`."""
+    from engine.kernels import sample_triton
+
+    return sample_triton.greedy(logits, state, slots, positions)
+
+
+def begin(
+    state: torch.Tensor, slots: torch.Tensor, tick: torch.Tensor, block_size: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """See `slots.begin_reference`; only a card has slots' state."""
+    from engine.kernels import slots_triton
+
+    return slots_triton.begin(state, slots, tick, block_size)
+
+
+def advance(
+    state: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, ids: torch.Tensor, tick: torch.Tensor, handed: torch.Tensor
+) -> None:
+    """See `slots.advance_reference`."""
+    from engine.kernels import slots_triton
+
+    slots_triton.advance(state, slots, positions, ids, tick, handed)
+
+
+def tile_rows(dtype: torch.dtype) -> int:
+    """Rows of a prefill tile; see `attention_prefill_triton.tile_rows`."""
+    from engine.kernels import attention_prefill_triton
+
+    return attention_prefill_triton.tile_rows(dtype)

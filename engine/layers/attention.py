@@ -1,4 +1,4 @@
-"""Attention of one layer over a mixed batch: store the new keys and values, then decodes in one call and prompt chunks one by one."""
+"""Attention of one layer over a mixed batch: decodes in one call, then prompt chunks, one by one or as tiles of one call."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.batch import Batch
+from engine.batch import Batch, SlotBatch
 from engine.kernels import dispatch as ops
 
 
@@ -19,10 +19,11 @@ class Caches:
 
 
 def paged_attention(
-    query: torch.Tensor, keys_values: torch.Tensor, cache: torch.Tensor, block_tables: torch.Tensor, batch: Batch, scale: float
+    query: torch.Tensor, cache: torch.Tensor, block_tables: torch.Tensor, batch: Batch | SlotBatch, scale: float
 ) -> torch.Tensor:
-    """query [T, H, D], keys_values [T, 2 * Hkv, D] of the batch's tokens -> [T, H * D]; `cache` is this layer's."""
-    ops.write_cache(cache, batch.cache_rows, keys_values)
+    """query [T, H, D] of the batch's tokens, whose keys and values are in this layer's `cache` already -> [T, H * D]."""
+    if isinstance(batch, SlotBatch):
+        return ops.attention_slots(query, cache, block_tables, batch.slots, batch.lengths, batch.tiles, scale).flatten(1)
     decodes = batch.decode_tables.shape[0]
     parts = []
     if decodes:

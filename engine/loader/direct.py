@@ -1,4 +1,7 @@
-"""Direct loading: each tensor's bytes go from the file into the parameter's own memory; no mapping, no second copy."""
+"""Direct loading: each tensor's bytes go from the file into the parameter's own memory; no mapping, no second copy.
+
+A card's memory is reached through a ring of pinned windows: while one is copied, the next is read from the file.
+"""
 
 from __future__ import annotations
 
@@ -9,23 +12,31 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from engine.kernels.devices import HOST
+from engine.kernels.transfer import PinnedRing
 from engine.loader.header import read_into
 
 if TYPE_CHECKING:
     from engine.loader.load import Piece
 
 WINDOW = 16 << 20
-"""Bytes held at a time where the file's dtype is not the parameter's."""
+"""Bytes held at a time where the file's dtype is not the parameter's, and of each pinned window."""
+WINDOWS = 4
 
 
 def fill(pieces: Sequence[Piece]) -> None:
     """Read every piece in file order into its target; a piece of another dtype passes through a window of 16 MiB."""
     ordered = sorted(pieces, key=lambda piece: (piece.entry.file, piece.entry.offset))
+    on_host = all(piece.target.device.type == HOST for piece in pieces)
+    ring = None if on_host else PinnedRing(WINDOWS, WINDOW)
     for path, group in groupby(ordered, key=lambda piece: piece.entry.file):
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             for piece in group:
-                _read(descriptor, piece)
+                if ring is None:
+                    _read(descriptor, piece)
+                else:
+                    _send(descriptor, piece, ring)
         finally:
             os.close(descriptor)
 
@@ -41,6 +52,17 @@ def _read(descriptor: int, piece: Piece) -> None:
         part = scratch[: min(window, flat.numel() - start)]
         read_into(descriptor, as_bytes(part), piece.entry.offset + start * piece.dtype.itemsize, piece.entry)
         flat[start : start + part.numel()].copy_(part)
+
+
+def _send(descriptor: int, piece: Piece, ring: PinnedRing) -> None:
+    """Read `piece` window by window and have each copied, in the file's dtype; the device converts."""
+    flat, itemsize = piece.target.view(-1), piece.dtype.itemsize
+    window = WINDOW // itemsize
+    for start in range(0, flat.numel(), window):
+        target = flat[start : start + window]
+        with ring.lend(target.numel() * itemsize) as held:
+            read_into(descriptor, as_bytes(held), piece.entry.offset + start * itemsize, piece.entry)
+            target.copy_(held.view(piece.dtype).to(target.device, non_blocking=True))
 
 
 def as_bytes(tensor: torch.Tensor) -> memoryview:

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from engine.errors import CheckpointError
+from engine.kernels.devices import HOST
 from engine.loader import direct, staged
 from engine.loader.header import Entry, read_headers
 
@@ -39,17 +40,18 @@ WAYS: dict[str, Callable[[Sequence[Piece]], None]] = {"direct": direct.fill, "st
 
 
 def load(
-    folder: Path, parameters: Sequence[Parameter], ignored: Callable[[str], bool], dtype: torch.dtype, way: str
+    folder: Path, parameters: Sequence[Parameter], ignored: Callable[[str], bool], dtype: torch.dtype, way: str, device: str = HOST,
 ) -> dict[str, torch.Tensor]:
-    """All `parameters` in `dtype`, by name, from the checkpoint in `folder`.
+    """All `parameters` in `dtype` on `device`, by name, from the checkpoint in `folder`.
 
-    `way` is direct (file bytes are read straight into the parameters; peak about one copy of the weights) or staged (the whole
-    checkpoint is read on the host, then copied; peak about two).  `ignored` tells tensors that may be there unused.
+    `way` is direct (file bytes are read straight into the parameters, for a card through a few pinned windows; the host never holds more
+    than one copy, for a card none) or staged (the whole checkpoint is read on the host, then copied: one copy more).
+    `ignored` tells tensors that may be there unused.
     Raises :class:`CheckpointError` naming file and tensor before anything is allocated, or while reading; never a partial model.
     """
     entries = read_headers(folder)
     _check(folder, parameters, entries, ignored)
-    made = {parameter.name: torch.empty(parameter.shape, dtype=dtype) for parameter in parameters}
+    made = {parameter.name: torch.empty(parameter.shape, dtype=dtype, device=device) for parameter in parameters}
     pieces = [piece for parameter in parameters for piece in _pieces(parameter, made[parameter.name], entries)]
     WAYS[way](pieces)
     return made

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from engine.kernels.devices import HOST
 from engine.loader.load import load
 from engine.models.config import ModelConfig
 from engine.models.llama import Llama
@@ -14,8 +15,8 @@ from engine.models.qwen3 import Qwen3
 MODELS: dict[str, type[Llama]] = {"LlamaForCausalLM": Llama, "Qwen3ForCausalLM": Qwen3}
 
 
-def build_model(folder: Path, config: ModelConfig, dtype: torch.dtype, length: int, way: str) -> Llama:
-    """Load the checkpoint in `folder` (see `load`) and make its architecture's model for positions below `length`."""
+def build_model(folder: Path, config: ModelConfig, dtype: torch.dtype, length: int, way: str, device: str = HOST) -> Llama:
+    """Load the checkpoint in `folder` onto `device` (see `load`) and make its architecture's model for positions below `length`."""
     kind = MODELS[config.architecture]
-    weights = load(folder, kind.parameters(config), lambda name: kind.ignored(config, name), dtype, way)
+    weights = load(folder, kind.parameters(config), lambda name: kind.ignored(config, name), dtype, way, device)
     return kind(config, weights, length)

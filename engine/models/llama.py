@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from engine.batch import Batch
+from engine.batch import Batch, SlotBatch
 from engine.kernels import dispatch as ops
 from engine.layers.attention import Caches, paged_attention
 from engine.layers.rotary import rotary_table
@@ -28,7 +28,8 @@ class Llama:
         self.embed = weights["embed"]
         self.head = weights["embed" if config.tied else "head"]
         self.scale = config.head_dim**-0.5
-        self.cos, self.sin = rotary_table(config.rope, config.head_dim, length, self.embed.dtype)
+        self.cos, self.sin = (
+            table.to(self.embed.device) for table in rotary_table(config.rope, config.head_dim, length, self.embed.dtype))
 
     @classmethod
     def parameters(cls, config: ModelConfig) -> list[Parameter]:
@@ -62,10 +63,10 @@ class Llama:
         """Tensors that old or tied checkpoints carry and the model does not need."""
         return name.endswith("rotary_emb.inv_freq") or (config.tied and name == "lm_head.weight")
 
-    def forward(self, batch: Batch, caches: Caches) -> torch.Tensor:
+    def forward(self, batch: Batch | SlotBatch, caches: Caches) -> torch.Tensor:
         """Normed hidden states [S, hidden] of the batch's sampled rows; keys and values of all T tokens go into the cache."""
         eps = self.config.norm_eps
-        cos, sin = self.cos[batch.positions], self.sin[batch.positions]
+        cos, sin = self.cos.index_select(0, batch.positions), self.sin.index_select(0, batch.positions)
         x = F.embedding(batch.token_ids, self.embed)
         normed = ops.rms_norm(x, self.weights["0.attention_norm"], eps)
         for i in range(self.config.num_layers):
@@ -74,20 +75,23 @@ class Llama:
             delta = self.mlp(i, normed)
             if i + 1 < self.config.num_layers:
                 normed, x = ops.add_rms_norm(delta, x, self.weights[f"{i + 1}.attention_norm"], eps)
-        rows = batch.sample_rows
+        rows = slice(None) if batch.sample_rows is None else batch.sample_rows
         return ops.add_rms_norm(delta[rows], x[rows], self.weights["norm"], eps)[0]
 
-    def attention(self, i: int, normed: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, batch: Batch, caches: Caches) -> torch.Tensor:
+    def attention(
+        self, i: int, normed: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, batch: Batch | SlotBatch, caches: Caches
+    ) -> torch.Tensor:
         """normed [T, hidden] -> W_o attention [T, hidden]."""
         heads, kv_heads, dim = self.config.num_heads, self.config.num_kv_heads, self.config.head_dim
         qkv = ops.linear(normed, self.weights[f"{i}.qkv"]).view(-1, heads + 2 * kv_heads, dim)
-        self.place(i, qkv[:, : heads + kv_heads], cos, sin)
-        out = paged_attention(qkv[:, :heads], qkv[:, heads:], caches.keys_values[i], caches.block_tables, batch, self.scale)
+        cache = caches.keys_values[i]
+        ops.place_tokens(qkv, heads, self.head_norms(i), self.config.norm_eps, cos, sin, cache, batch.cache_rows)
+        out = paged_attention(qkv[:, :heads], cache, caches.block_tables, batch, self.scale)
         return ops.linear(out, self.weights[f"{i}.out"])
 
-    def place(self, i: int, query_keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
-        """Put positions into the query and key heads [T, H + Hkv, D], in place."""
-        ops.rotate(query_keys, cos, sin)
+    def head_norms(self, i: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Norm weights [D] of layer i's query and key heads, applied before the rotation; Llama has none."""
+        return None
 
     def mlp(self, i: int, normed: torch.Tensor) -> torch.Tensor:
         return ops.swiglu(normed, self.weights[f"{i}.gate_up"], self.weights[f"{i}.down"])

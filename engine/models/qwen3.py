@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from engine.kernels import dispatch as ops
 from engine.loader.load import Parameter
 from engine.models.config import ModelConfig
 from engine.models.llama import Llama
@@ -18,9 +17,5 @@ class Qwen3(Llama):
         shape = (config.head_dim,)
         return [Parameter(mine + f"{one}_norm", shape, ((attention + f"{one}_norm.weight", config.head_dim),)) for one in ("q", "k")]
 
-    def place(self, i: int, query_keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
-        """Norm, then positions."""
-        query, keys = query_keys.split((self.config.num_heads, self.config.num_kv_heads), dim=1)
-        query.copy_(ops.rms_norm(query, self.weights[f"{i}.q_norm"], self.config.norm_eps))
-        keys.copy_(ops.rms_norm(keys, self.weights[f"{i}.k_norm"], self.config.norm_eps))
-        super().place(i, query_keys, cos, sin)
+    def head_norms(self, i: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.weights[f"{i}.q_norm"], self.weights[f"{i}.k_norm"]

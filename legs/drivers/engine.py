@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import sys
 from collections.abc import Sequence
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +16,12 @@ import torch
 import engine
 from engine.api import LLM, SamplingParams
 from engine.errors import ConfigError, EngineError
+from engine.kernels import devices
 from legs.client import Delta
 from legs.drivers.common import STAGE, main
 from legs.protocol import LegRequest, Marks, sha256
 
-FIXED = {"enable_prefix_caching": False, "enable_chunked_prefill": True, "enforce_eager": True}
+FIXED = {"enable_prefix_caching": False, "enable_chunked_prefill": True}
 """Options that have one value here: they may be declared, and any other value is refused."""
 
 
@@ -38,11 +41,12 @@ class EngineArm:
     def who(self) -> dict[str, Any]:
         return {
             "name": "vllm-parity engine", "distribution": "vllm-parity", "version": engine.__version__, "commit": None,
-            "packages": {"torch": str(torch.__version__)}, "record_sha256": code_sha256(STAGE), "missing": [],
+            "packages": packages(), "record_sha256": code_sha256(STAGE), "missing": [],
         }
 
     def device(self) -> dict[str, Any]:
-        return {"kind": "cpu", "name": _cpu_name(), "count": 1}
+        kind = self.llm.resolved["device"]
+        return {"kind": kind, "name": _cpu_name() if kind == devices.HOST else devices.card_name(), "count": 1}
 
     def resolved(self) -> dict[str, Any]:
         return {**self.llm.resolved, "threads": torch.get_num_threads()}
@@ -68,6 +72,14 @@ def build(request: LegRequest, model_path: Path, marks: Marks) -> EngineArm:
     llm = LLM(model_path, **options)
     marks("loaded")
     return EngineArm(llm, params)
+
+
+def packages() -> dict[str, str]:
+    """Versions of what computes: torch, and Triton where it is installed."""
+    found = {"torch": str(torch.__version__)}
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        found["triton"] = metadata.version("triton")
+    return found
 
 
 def code_sha256(root: Path) -> str:

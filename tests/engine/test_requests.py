@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from engine.api import LLM, ConfigError, RequestError, SamplingParams
 from tests.engine.conftest import Reference
@@ -73,6 +74,8 @@ def test_an_id_in_use_is_refused_and_free_again_after_the_finish(references: dic
     ({"depth": 3}, "depth is 3; built are 1, 2"),
     ({"depth": 0}, "depth is 0"),
     ({"device": "tpu"}, "device is 'tpu'; built are cpu"),
+    ({"enforce_eager": False}, "enforce_eager is False; device cpu has no graphs"),
+    ({"enforce_eager": 1}, "enforce_eager is 1; it must be true or false"),
     ({"dtype": "float16"}, "dtype is 'float16'; built are float32, bfloat16"),
     ({"load": "mapped"}, "load is 'mapped'; built are direct, staged"),
     ({"max_num_seqs": 0}, "max_num_seqs is 0"),
@@ -84,6 +87,12 @@ def test_an_id_in_use_is_refused_and_free_again_after_the_finish(references: dic
 def test_bad_options(references: dict[str, Reference], options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         LLM(references["llama"].folder, **options)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="has a card")
+def test_a_card_that_is_not_there_is_refused(references: dict[str, Reference]) -> None:
+    with pytest.raises(ConfigError, match=r"device is 'cuda'; torch .* finds no such device here"):
+        LLM(references["llama"].folder, device="cuda")
 
 
 def test_resolved_says_what_is_used(references: dict[str, Reference]) -> None:
@@ -114,5 +123,5 @@ def test_counters(references: dict[str, Reference]) -> None:
     llm.generate([[5] * 20], SamplingParams(max_tokens=4, min_tokens=2, ignore_eos=True))
     assert llm.counters() == {
         "steps": 6, "mixed_steps": 3, "preemptions": 0, "prefix_cache_queries": 0, "prefix_cache_hits": 0,
-        "sampler_calls": {"greedy": 2, "greedy_masked": 2},
+        "sampler_calls": {"greedy": 2, "greedy_masked": 2}, "graph_replays": 0,
     }
