@@ -11,6 +11,13 @@ from harness.verdict import Exit
 
 Reasons = list[str]
 
+NOT_THE_PIN = {
+    "eager": "ran without compilation or graphs, slower than in production, so the ratio flatters the other arm",
+    "older-release": "is an older release than the pinned one",
+    "reduced-build": "is the pinned release with production features missing or switched off",
+}
+"""What a role other than ours and pin means for a reader."""
+
 
 def series_failures(series: Series) -> tuple[Exit | None, Reasons]:
     """ERROR or VOID with its reasons when the series as a whole cannot count, else (None, [])."""
@@ -72,7 +79,7 @@ def refusal(ours: Leg, base: Leg) -> str | None:
 def withheld(series: Series, diffs: list[LegDiff], ours: Leg, base: Leg) -> Reasons:
     """Why the numbers of a pair are shown without a verdict; empty when they may have one."""
     roles = {leg.arm: leg.record["role"] for leg in (ours, base)}
-    reasons = [f"no verdict: {role}" for role in dict.fromkeys(roles.values()) if role not in ("ours", "pin")]
+    reasons = [f"no verdict: {role} ({arm} {NOT_THE_PIN[role]})" for arm, role in roles.items() if role in NOT_THE_PIN]
     if "ours" in roles.values():
         reasons += [f"no verdict: {reason}" for reason in (*_correctness(series), *_wrong_tokens(diffs))]
     return reasons

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from harness.analysis.metrics import window_seconds
 from legs.protocol import Trace
 
@@ -69,6 +71,16 @@ def full_period(traces: Sequence[Trace], concurrency: int) -> tuple[int, int] | 
 def in_flight_over_time(traces: Sequence[Trace]) -> list[tuple[int, int]]:
     """(t_ns, requests in flight from then on), oldest first."""
     return [(t, now) for _, now, t in _steps(traces)]
+
+
+def mean_in_flight_over_time(traces: Sequence[Trace], bins: int) -> list[tuple[float, float]]:
+    """(seconds since the first submission, mean in flight over the bin that begins there) of `bins` equal parts of the window."""
+    steps = in_flight_over_time(traces)
+    times = np.array([t - steps[0][0] for t, _ in steps], dtype=np.float64) / 1e9
+    area = np.concatenate([[0.0], np.cumsum(np.diff(times) * [count for _, count in steps[:-1]])])
+    edges = np.linspace(0.0, times[-1], bins + 1)
+    means = np.diff(np.interp(edges, times, area)) / np.diff(edges)
+    return list(zip(edges[:-1].tolist(), means.tolist(), strict=True))
 
 
 def _steps(traces: Sequence[Trace]) -> list[tuple[int, int, int]]:

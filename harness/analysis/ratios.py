@@ -121,11 +121,15 @@ def _verdict(axis: str, higher: bool, lower: float | None, upper: float | None, 
         return "INCONCLUSIVE", None, [f"{axis}: one block gives no interval"]
     worst, best = (lower, upper) if higher else (1 / upper, 1 / lower)
     floor = 1 - margin
-    shown = f"{axis}: one-sided 95 % bounds {worst:.4f} to {best:.4f} of the normalized ratio against {floor:.4f}"
+    asked = f"above {floor:.4f} is asked"
     if worst > floor:
         better = "SMALLER" if axis in MEMORY else "FASTER"
-        return "PASS", better if worst > 1 else None, [shown]
-    return ("FAIL" if best < floor else "INCONCLUSIVE"), None, [shown]
+        return "PASS", better if worst > 1 else None, [f"{axis}: the normalized ratio is at least {worst:.4f} at 95 % confidence; {asked}"]
+    if best < floor:
+        return "FAIL", None, [f"{axis}: the normalized ratio is at most {best:.4f} at 95 % confidence; {asked}"]
+    return "INCONCLUSIVE", None, [
+        f"{axis}: the normalized ratio may lie anywhere from {worst:.4f} to {best:.4f} (95 % confidence to either side); {asked}, so these "
+        "blocks show neither pass nor fail"]
 
 
 def _normalized(ratio: float | None, higher: bool) -> float | None:

@@ -11,7 +11,7 @@ from harness.evidence.layout import PLOTS, REPORT, SUMMARY
 from harness.evidence.schema import load_series
 from harness.evidence.store import BrokenSeal, check_seal
 from harness.report.markdown import render
-from harness.report.plots import latency_svg, memory_svg
+from harness.report.plots import in_flight_svg, latency_svg, memory_svg
 from legs.protocol import to_json
 
 
@@ -29,7 +29,7 @@ def build_report(path: Path) -> dict[str, Any]:
     check_seal(path)
     series = load_series(path)
     summary = summarize(series)
-    figures = {"latency.svg": latency_svg(series), "memory.svg": memory_svg(series)}
+    figures = {"latency.svg": latency_svg(series), "in_flight.svg": in_flight_svg(series), "memory.svg": memory_svg(series)}
     (path / PLOTS).mkdir(exist_ok=True)
     for name, figure in figures.items():
         if figure is not None:

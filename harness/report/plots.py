@@ -12,8 +12,10 @@ from typing import Any
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
-from harness.analysis.metrics import request_metrics
+from harness.analysis.metrics import request_metrics, window_seconds
+from harness.analysis.occupancy import mean_in_flight_over_time
 from harness.evidence.schema import Leg, Series
 
 INK = "#7d8590"
@@ -27,6 +29,8 @@ STYLE = {
 }
 SHOWN_MARKS = {"loaded": "right", "ready": "left", "first_submit": "right", "last_token": "left"}
 """Marks drawn in the memory figure, and the side of its line at which a label ends or begins: neighbours turn away from each other."""
+BINS = 120
+"""Of the in-flight figure: a count dips at each finish, for the microseconds until the next submission; a mean over a bin weighs that."""
 MIB = 2**20
 
 
@@ -36,7 +40,7 @@ def latency_svg(series: Series) -> str | None:
     if not any(legs.values()):
         return None
     with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(9, 3.6), layout="constrained")
+        figure = Figure(figsize=(9, 3.2), layout="constrained")
         left, right = figure.subplots(1, 2, sharey=True)
         for colour, (arm, runs) in zip(_colours(), legs.items(), strict=False):
             requests = [request_metrics(trace) for leg in runs for trace in leg.traces]
@@ -50,6 +54,27 @@ def latency_svg(series: Series) -> str | None:
         return _svg(figure)
 
 
+def in_flight_svg(series: Series) -> str | None:
+    """Mean requests in flight over time: a row per arm, a line per accepted performance leg; None without such legs."""
+    legs = {arm: [leg for leg in series.legs(arm) if leg.phase == "performance"] for arm in series.arms}
+    if not any(legs.values()):
+        return None
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(9, 0.8 + 0.95 * len(legs)), layout="constrained")
+        rows = figure.subplots(len(legs), 1, sharex=True, sharey=True, squeeze=False)[:, 0]
+        for axes, colour, (arm, runs) in zip(rows, _colours(), legs.items(), strict=False):
+            for leg in runs:
+                bins = mean_in_flight_over_time(leg.traces, BINS)
+                axes.stairs([count for _, count in bins], [t for t, _ in bins] + [window_seconds(leg.traces)], color=colour, alpha=0.75)
+            axes.set_title(_label(arm, runs), loc="left", fontsize=10)
+        rows[0].set_ylim(0, series.plan["workload"]["concurrency"] * 1.1)
+        rows[0].set_xlim(left=0)
+        rows[0].yaxis.set_major_locator(MaxNLocator(nbins=3, integer=True))
+        rows[-1].set_xlabel("seconds since the leg's first submission")
+        figure.supylabel("requests in flight", color=INK, fontsize=10)
+        return _svg(figure)
+
+
 def memory_svg(series: Series) -> str | None:
     """PSS of the process tree over time: one row per arm, its first accepted memory leg, with the leg's marks; None without one."""
     legs = [leg for arm in series.arms for leg in series.legs(arm) if leg.phase == "memory" and leg.repetition == _first(series)]
@@ -60,7 +85,7 @@ def memory_svg(series: Series) -> str | None:
         rows = figure.subplots(len(legs), 1, sharex=True, sharey=True, squeeze=False)[:, 0]
         for axes, leg in zip(rows, legs, strict=True):
             _memory_row(axes, leg, COLOURS[series.arms.index(leg.arm) % len(COLOURS)])
-        rows[0].set_ylim(0, rows[0].get_ylim()[1] * 1.1)
+        rows[0].set_ylim(0, rows[0].get_ylim()[1] * 1.6)
         rows[-1].set_xlabel("seconds since the leg's first sample")
         figure.supylabel("PSS, MiB", color=INK, fontsize=10)
         return _svg(figure)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -15,20 +16,42 @@ AXIS_NAMES = {
 }
 
 
-def table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> list[str]:
-    """A Markdown table; the first column is text, the others are aligned right.  Followed by an empty line.  `None.` without a row."""
+NBSP = "\u00a0"
+SPACE = re.compile(f"[^\\S{NBSP}]+")
+
+
+class Markup(str):
+    """Text with markup that the report itself wrote: :func:`cell` leaves it alone."""
+
+    __slots__ = ()
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[Any]], text: int = 1) -> list[str]:
+    """A Markdown table; the first `text` columns are text, the others are aligned right.  `None.` without a row; an empty line follows."""
     body = [_row(row) for row in rows]
-    head = [_row(header), "|" + "|".join([":--", *["--:"] * (len(header) - 1)]) + "|"]
+    head = [_row(header), "|" + "|".join([":--"] * text + ["--:"] * (len(header) - text)) + "|"]
     return [*head, *body, ""] if body else ["None.", ""]
+
+
+def folded(title: str, lines: Sequence[str]) -> list[str]:
+    """Lines that a reader opens when they want them; the empty line after the summary is what makes GitHub render them as Markdown."""
+    return ["<details>", f"<summary>{title}</summary>", "", *lines, "", "</details>", ""]
+
+
+def whole(text: str) -> str:
+    """`text` in one piece: a browser does not break it over lines."""
+    return text.replace(" ", NBSP)
 
 
 def cell(value: Any) -> str:
     """A value inside a table: no pipe or line break of it can change the table."""
     if value is None:
         return NONE
+    if isinstance(value, Markup):
+        return value
     if isinstance(value, bool):
         return "yes" if value else "no"
-    return " ".join(str(value).replace("|", "\\|").replace("<", "&lt;").split())
+    return SPACE.sub(" ", str(value).replace("|", "\\|").replace("<", "&lt;")).strip()
 
 
 def _row(cells: Sequence[Any]) -> str:
@@ -40,7 +63,7 @@ def number(value: float | None, digits: int = 2, scale: float = 1.0, unit: str =
 
 
 def percent(share: float | None, digits: int = 2) -> str:
-    return number(share, digits, 100, " %")
+    return number(share, digits, 100, f"{NBSP}%")
 
 
 def milliseconds(seconds: float | None) -> str:
@@ -52,7 +75,17 @@ def ratio(value: float | None) -> str:
 
 
 def interval(bounds: Sequence[float] | None) -> str:
-    return NONE if bounds is None else f"{bounds[0]:.4f} to {bounds[1]:.4f}"
+    return NONE if bounds is None else whole(f"{bounds[0]:.4f} to {bounds[1]:.4f}")
+
+
+def label(pair: dict[str, Any]) -> str:
+    """A pair with the roles of both arms: no ratio is shown without them."""
+    return f"{side(pair, 0)} / {side(pair, 1)}"
+
+
+def side(pair: dict[str, Any], which: int) -> str:
+    """One arm of a pair (0 ours, 1 base) with its role."""
+    return whole(f"{pair[('ours', 'base')[which]]} [{cell(pair['roles'][which])}]")
 
 
 def absolute(axis: str, value: float | None) -> str:
@@ -68,6 +101,11 @@ def absolute(axis: str, value: float | None) -> str:
 
 def short(digest: str | None) -> str:
     return NONE if digest is None else f"`{digest[:12]}`"
+
+
+def arms_in_order(summary: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+    """Arms as the plan lists them: JSON objects are stored sorted."""
+    return [(name, summary["arms"][name]) for name in summary["arm_order"]]
 
 
 def flatten(value: Any, prefix: str = "") -> list[tuple[str, str]]:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from harness.analysis.metrics import window_seconds
-from harness.analysis.occupancy import full_period, in_flight_over_time, mean_in_flight, occupancy
+from harness.analysis.occupancy import full_period, in_flight_over_time, mean_in_flight, mean_in_flight_over_time, occupancy
 from legs.client import Delta, closed_loop
 from legs.protocol import Trace
 
@@ -68,6 +68,20 @@ def test_the_three_shares_make_the_whole(lengths: list[int], concurrency: int) -
     assert found.ramp is not None and found.steady is not None and found.drain is not None
     assert math.isclose(found.ramp + found.steady + found.drain, 1, rel_tol=1e-9)
     assert min(found.ramp, found.steady, found.drain) >= 0
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=20), st.integers(1, 6), st.integers(1, 40))
+def test_the_binned_count_keeps_the_area_and_the_bounds(lengths: list[int], concurrency: int, bins: int) -> None:
+    traces = run(lengths, min(concurrency, len(lengths)))
+    found = mean_in_flight_over_time(traces, bins)
+    assert len(found) == bins and found[0][0] == 0.0
+    assert all(-1e-9 <= count <= concurrency + 1e-9 for _, count in found)
+    assert math.isclose(sum(count for _, count in found) / bins, occupancy(traces, concurrency).mean_in_flight, rel_tol=1e-6)
+
+
+def test_a_dip_of_a_moment_does_not_empty_a_bin_and_a_drain_does() -> None:
+    found = [count for _, count in mean_in_flight_over_time(run([10, 2, 2, 2, 2], 2, step_ns=10**6), 10)]
+    assert found[:8] == pytest.approx([2.0] * 8, abs=0.01) and found[8:] == pytest.approx([1.0] * 2, abs=0.01)
 
 
 def test_the_drain_begins_when_a_slot_is_last_given_up() -> None:

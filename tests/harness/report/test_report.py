@@ -9,17 +9,19 @@ from typing import Any
 
 import pytest
 
+from harness.analysis.ratios import AXES, THROUGHPUT
 from harness.evidence import layout
 from harness.evidence.schema import load_series
 from harness.evidence.store import BrokenSeal, check_seal
 from harness.report.build import build_report
 from harness.report.markdown import render
-from harness.report.plots import latency_svg, memory_svg, pss_over_time
+from harness.report.plots import in_flight_svg, latency_svg, memory_svg, pss_over_time
 from harness.report.scoreboard import render_scoreboard
-from harness.report.text import NONE, absolute, cell, flatten, number, table
+from harness.report.text import NBSP, NONE, Markup, absolute, cell, flatten, folded, number, table, whole
 from tests.harness.series_factory import alter_id, edit_json, make_series, reseal
 
-DERIVED = ("summary.json", "report.md", "plots/latency.svg", "plots/memory.svg")
+FIGURES = ("latency.svg", "in_flight.svg", "memory.svg")
+DERIVED = ("summary.json", "report.md", *(f"plots/{name}" for name in FIGURES))
 
 
 @pytest.fixture(scope="module")
@@ -28,10 +30,26 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any
     return series, build_report(series)
 
 
+def page(summary: dict[str, Any]) -> str:
+    """The report with plain spaces, so that a test need not say where a line may break."""
+    return render(summary).replace(NBSP, " ")
+
+
 def report_of(path: Path, **changes: Any) -> str:
     series = make_series(path / "series", **changes)
     build_report(series)
-    return (series / "report.md").read_text()
+    return (series / "report.md").read_text().replace(NBSP, " ")
+
+
+def section_of(text: str, pair: dict[str, Any]) -> str:
+    """The table of every axis of one pair: under its heading, or folded under its summary."""
+    name = f"{pair['ours']} [{pair['roles'][0]}] / {pair['base']} [{pair['roles'][1]}]"
+    after = re.split(rf"### {re.escape(name)}\n|<summary><b>{re.escape(name)}</b>", text)[1]
+    return re.split("</details>|<details>|##", after)[0]
+
+
+def rows_of(section: str) -> list[str]:
+    return [line for line in section.splitlines() if line.startswith("| ") and ("↑" in line or "↓" in line)]
 
 
 def test_everything_derived_is_written_and_the_seal_still_holds(built: tuple[Path, dict[str, Any]]) -> None:
@@ -54,40 +72,61 @@ def test_the_same_evidence_gives_the_same_bytes(built: tuple[Path, dict[str, Any
 
 
 def test_the_verdict_line_comes_first(built: tuple[Path, dict[str, Any]]) -> None:
-    first = render(built[1]).splitlines()[0]
+    first = page(built[1]).splitlines()[0]
     assert re.fullmatch(r"\*\*PASS \(FASTER\)\*\* · total throughput, on \[ours\] / pin \[pin\]: 1\.2\d{3}x, "
                         r"95 % interval 1\.\d{4} to 1\.\d{4} over 3 blocks; margin 2\.0 %", first)
 
 
+def test_the_pairs_stand_at_a_glance_above_everything_else(built: tuple[Path, dict[str, Any]]) -> None:
+    _, summary = built
+    top = page(summary).split("## What against what")[0]
+    rows = [line for line in top.splitlines() if line.startswith("| **")]
+    assert len(rows) == len(summary["pairs"]) == 3
+    for pair, row in zip(summary["pairs"], rows, strict=True):
+        cells = row.strip("| ").split(" | ")
+        assert cells[0] == f"**{pair['ours']} [{pair['roles'][0]}] / {pair['base']} [{pair['roles'][1]}]**"
+        for cell_, axis in zip(cells[1:5], ("total_throughput", "ttft_mean", "tpot_mean", "peak_pss"), strict=True):
+            found = pair["axes"][axis]
+            assert cell_ == f"**{found['ratio']:.4f}**<br>{found['interval'][0]:.4f} to {found['interval'][1]:.4f}"
+        assert cells[5] == "PASS (FASTER)"
+
+
+def test_a_number_and_its_interval_stay_in_one_line(built: tuple[Path, dict[str, Any]]) -> None:
+    text = render(built[1])
+    assert not re.search(r"\d to \d", text) and re.search(rf"\d{NBSP}to{NBSP}\d", text)
+    assert not [line for line in text.splitlines() if line.startswith("| ") and re.search(r"\d %", line.replace("95 % interval", ""))]
+
+
 def test_every_ratio_stands_with_each_block_its_spread_and_its_role(built: tuple[Path, dict[str, Any]]) -> None:
     _, summary = built
-    text = render(summary)
+    text = page(summary)
     for pair in summary["pairs"]:
-        section = text.split(f"### {pair['ours']} [{pair['roles'][0]}] / {pair['base']} [{pair['roles'][1]}]")[1].split("###")[0]
-        rows = [line for line in section.splitlines() if line.startswith("| ") and ("↑" in line or "↓" in line)]
-        assert len(rows) == 9
-        for (name, axis), row in zip(((n, pair["axes"][n]) for n in _order(pair)), rows, strict=True):
+        rows = rows_of(section_of(text, pair))
+        axes = ["total_throughput", *(name for name in AXES if name not in THROUGHPUT)]
+        assert len(rows) == len(axes) == 7 and rows[0].startswith("| throughput, all three ↑ |")
+        for name, row in zip(axes, rows, strict=True):
+            axis = pair["axes"][name]
             assert f"| {pair['base']} [{pair['roles'][1]}] | {axis['ratio']:.4f} |" in row
             assert " ".join(f"{value:.4f}" for value in axis["per_block"]) in row
             assert f"{axis['interval'][0]:.4f} to {axis['interval'][1]:.4f}" in row
-            assert f"{100 * axis['spread_ours']:.2f} % | {100 * axis['spread_base']:.2f} %" in row
+            assert f"| {100 * axis['spread_ours']:.1f} % / {100 * axis['spread_base']:.1f} % |" in row
             assert ("↑" in row) == name.endswith("throughput")
 
 
-def _order(pair: dict[str, Any]) -> list[str]:
-    from harness.analysis.ratios import AXES
-
-    return [axis for axis in AXES if axis in pair["axes"]]
+def test_throughputs_that_disagree_keep_a_row_each(built: tuple[Path, dict[str, Any]]) -> None:
+    pairs = [{**pair, "errors": ["they differ"]} for pair in built[1]["pairs"]]
+    rows = rows_of(section_of(page({**built[1], "pairs": pairs}), pairs[0]))
+    assert [row.split(" ↑")[0] for row in rows[:3]] == ["| total throughput", "| output throughput", "| request throughput"]
 
 
 def test_lost_attempts_are_shown(built: tuple[Path, dict[str, Any]]) -> None:
-    text = render(built[1])
+    text = page(built[1])
     assert "| performance-2 | 1 | void | planted void |" in text
     assert "none was repeated" not in text
 
 
 def test_occupancy_and_counters_are_shown_and_an_untold_counter_is_not_zero(built: tuple[Path, dict[str, Any]]) -> None:
-    row = next(line for line in render(built[1]).splitlines() if line.startswith("| performance-1-on | ") and " of 4 " in line)
+    row = next(line for line in page(built[1]).splitlines() if line.startswith("| performance-1-on | ") and " of 4 " in line)
     leg = built[1]["arms"]["on"]["performance"][0]
     assert f"| {leg['occupancy']['mean_in_flight']:.2f} of 4 |" in row and f"{leg['occupancy']['steady_throughput']:,.2f}" in row
     assert row.endswith("| 10 | n/a | 0 | 0 |")
@@ -96,10 +135,11 @@ def test_occupancy_and_counters_are_shown_and_an_untold_counter_is_not_zero(buil
 def test_an_eager_oracle_gets_no_verdict(tmp_path: Path) -> None:
     text = report_of(tmp_path, arms=(("on", "ours"), ("off", "ours"), ("pin", "eager")))
     assert text.startswith("**INCONCLUSIVE** · total throughput, on [ours] / pin [eager]: 1.2")
-    section = text.split("### on [ours] / pin [eager]")[1].split("###")[0]
-    rows = [line for line in section.splitlines() if "↑" in line or "↓" in line]
-    assert len(rows) == 9 and all("| pin [eager] |" in row and row.endswith("| no verdict: eager |") for row in rows)
-    assert "PASS" not in section
+    section = section_of(text, {"ours": "on", "base": "pin", "roles": ["ours", "eager"]})
+    rows = rows_of(section)
+    assert len(rows) == 7 and all("| pin [eager] |" in row and row.endswith("| no verdict: eager |") for row in rows)
+    assert "PASS" not in section and "pin ran without compilation or graphs" in section
+    assert "| **on [ours] / pin [eager]** | **1.2" in text.split("## ")[0] and text.count("no verdict: eager |") == 2 * (7 + 1)
 
 
 @pytest.mark.parametrize(
@@ -112,7 +152,7 @@ def test_an_eager_oracle_gets_no_verdict(tmp_path: Path) -> None:
         ({"clients": {"pin": "async"}}, "refused: clients differ"),
         ({"statuses": {"performance-1": ["void"] * 3}}, "**VOID**"),
         ({"statuses": {"performance-1": ["hung"] * 3}}, "**ERROR**"),
-        ({"memory": 0}, "| peak PSS ↓ | pin [pin] | n/a | n/a | n/a | n/a | n/a | n/a | VOID |"),
+        ({"memory": 0}, "| peak PSS ↓ | pin [pin] | n/a | n/a | n/a | n/a | n/a | VOID |"),
         ({"performance": 1}, "one block, no interval"),
     ],
 )
@@ -131,7 +171,7 @@ def test_wrong_tokens_are_named(tmp_path: Path) -> None:
 
 
 def test_identities_and_the_way_back_are_there(built: tuple[Path, dict[str, Any]]) -> None:
-    text = render(built[1])
+    text = page(built[1])
     for part in ("vllm 0.32.0", "| machine.cpu | Synthetic CPU |", "git checkout c0ffee", "parity run-series SERIES/spec.toml"):
         assert part in text
     assert built[1]["manifest_head"] in text
@@ -173,7 +213,7 @@ def test_evidence_cannot_break_the_page(tmp_path: Path) -> None:
     assert "x \\| y # &lt;script>" in text
 
 
-@pytest.mark.parametrize("name", ["latency.svg", "memory.svg"])
+@pytest.mark.parametrize("name", FIGURES)
 def test_figures_are_plain_svg_without_a_date(built: tuple[Path, dict[str, Any]], name: str) -> None:
     text = (built[0] / "plots" / name).read_text()
     root = ET.fromstring(text)
@@ -184,11 +224,20 @@ def test_figures_are_plain_svg_without_a_date(built: tuple[Path, dict[str, Any]]
     assert all("opacity: 0" in node.get("style", "") for node in backgrounds)
 
 
+def test_equal_occupancy_is_claimed_only_of_arms_that_ran(built: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    claim = "equally full, within 1 %"
+    assert claim in page(built[1])
+    assert claim not in report_of(tmp_path, statuses={"performance-1": ["void"] * 3, "performance-2": ["void"], "performance-3": ["void"]})
+    warned = {**built[1], "occupancy_warnings": ["on/pin: mean in flight 3 against 4"]}
+    assert claim not in page(warned) and "- on/pin: mean in flight 3 against 4" in page(warned)
+
+
 def test_a_figure_without_its_phase_is_left_out(tmp_path: Path) -> None:
     series = make_series(tmp_path / "series", memory=0)
     summary = build_report(series)
     assert not (series / "plots" / "memory.svg").exists() and "memory.svg" not in render(summary)
-    assert memory_svg(load_series(series)) is None and latency_svg(load_series(series)) is not None
+    loaded = load_series(series)
+    assert memory_svg(loaded) is None and latency_svg(loaded) is not None and in_flight_svg(loaded) is not None
 
 
 def test_a_partial_pass_is_no_total() -> None:
@@ -202,6 +251,9 @@ def test_no_value_is_written_as_not_available() -> None:
     assert number(0.0) == "0.00" and cell(False) == "no" and cell(0) == "0"
     assert table(["a", "b"], []) == ["None.", ""]
     assert table(["a", "b"], [[1, None]]) == ["| a | b |", "|:--|--:|", "| 1 | n/a |", ""]
+    assert table(["a", "b"], [["x", Markup("**y**<br>z")]], text=2)[1:3] == ["|:--|:--|", "| x | **y**<br>z |"]
+    assert cell(f" {whole('a b')}\n c<") == f"a{NBSP}b c&lt;"
+    assert folded("t", ["| a |"])[:4] == ["<details>", "<summary>t</summary>", "", "| a |"]
     assert flatten({"b": [1, 2], "a": {"c": None}, "d": [{"e": 1}]}) == [("a.c", "n/a"), ("b", "1, 2"), ("d[0].e", "1")]
 
 

@@ -1,0 +1,163 @@
+"""The parts of a report below its first page: every leg's numbers, agreement, occupancy, memory, gate, attempts, identities, machine.
+
+What fits a few lines stands open; long tables are folded.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from harness.report.text import (
+    MIB,
+    NONE,
+    arms_in_order,
+    cell,
+    flatten,
+    folded,
+    milliseconds,
+    number,
+    percent,
+    short,
+    table,
+)
+
+Summary = dict[str, Any]
+
+
+def _latencies(summary: Summary) -> list[str]:
+    legs = [leg for _, arm in arms_in_order(summary) for leg in arm["performance"]]
+    rows = [
+        [leg["leg"], number(leg["window"], 3), number(leg["total_throughput"]), milliseconds(leg["ttft"]["mean"]),
+         *(_percentile(leg["ttft"], q) for q in ("median", "p90", "p95", "p99")), *_tpot(leg), milliseconds(leg["worst_gap"])]
+        for leg in legs
+    ]
+    header = ["leg", "window s", "total tok/s", "TTFT ms", "median", "p90", "p95", "p99", "TPOT ms", "by token", "ITL median", "worst gap"]
+    note = "A percentile below its sample floor (p90 64, p95 130, p99 662) is n/a."
+    return folded("Latency of each performance leg", [note, "", *table(header, rows)])
+
+
+def _tpot(leg: Summary) -> list[str]:
+    return [_percentile(leg["tpot"], "mean"), milliseconds(leg["tpot_by_token"]), _percentile(leg["itl"], "median")]
+
+
+def _percentile(distribution: Summary | None, name: str) -> str:
+    return NONE if distribution is None else milliseconds(distribution[name])
+
+
+def _tokens(summary: Summary) -> list[str]:
+    names = {"self": "one arm over its legs", "ours": "our arms", "pin": "ours against the other engine"}
+    rows = [
+        [f"{row['a']} / {row['b']}", names[row["kind"]], f"{row['identical']}/{row['of']}", "must agree" if row["gated"] else "reported"]
+        for row in summary["tokens"]
+    ]
+    details = [
+        line.strip() for row in summary["tokens"] if row["identical"] < row["of"]
+        for line in [f"{row['a']} / {row['b']}:", *row["lines"][1:]]
+    ]
+    gated = [row for row in summary["tokens"] if row["gated"]]
+    wrong = sum(row["identical"] < row["of"] for row in gated)
+    lines = ["## Tokens", "", f"{len(gated) - wrong} of {len(gated)} comparisons that must agree do: our arms with each other, and each of "
+             "them with itself over its legs. Against another engine agreement is reported, not asked.", ""]
+    lines += [*(f"- {cell(line)}" for line in details), ""] if details else []
+    return lines + folded("Every comparison", table(["legs", "what", "identical outputs", "rule"], rows))
+
+
+def _occupancy(summary: Summary) -> list[str]:
+    rows = []
+    for arm in dict(arms_in_order(summary)).values():
+        for leg in arm["performance"]:
+            full = leg["occupancy"]
+            rows.append([
+                leg["leg"], f"{number(full['mean_in_flight'])} of {full['concurrency']}", percent(full["ramp"], 1),
+                percent(full["drain"], 1), number(full["steady_throughput"]), number(leg["total_throughput"]),
+                *(leg["counters"].get(name) for name in ("steps", "mixed_steps", "preemptions", "prefix_cache_hits")),
+            ])
+    note = ("Mean in flight by Little's law; ramp and drain as shares of the window; total tok/s inside the steady window (from first to "
+            "last full) beside the whole run; the engine's own counters.")
+    header = ["leg", "in flight", "ramp", "drain", "steady tok/s", "whole tok/s", "steps", "mixed", "preemptions", "cache hits"]
+    said = [f"- {cell(warning)}" for warning in summary["occupancy_warnings"]]
+    if not said and all(arm["performance"] for arm in summary["arms"].values()):
+        said = ["Every pair of arms was equally full, within 1 %."]
+    return ["## Occupancy", "", *said, "", *folded("Occupancy of each performance leg", [note, "", *table(header, rows)])]
+
+
+def _memory(summary: Summary) -> list[str]:
+    rows = [
+        [leg["leg"], *(number(leg[name], 1, 1 / MIB) for name in ("peak_pss", "stable_pss")), (leg["peak"] or {}).get("phase"),
+         *(number((leg["peak"] or {}).get(part), 1, 1 / MIB) for part in ("pss_anon", "pss_file", "pss_shmem")),
+         leg["passes"], leg["partial_passes"], number(leg["max_gap_s"], 2), len(leg["peak_missed"])]
+        for arm in dict(arms_in_order(summary)).values() for leg in arm["memory"]
+    ]
+    return [
+        "## Memory", "", "PSS of the whole process tree, MiB: the peak, the phase it fell in and its parts; the median between first and "
+        "last token; how it was sampled.", "",
+        *table(["leg", "peak", "stable", "phase", "anonymous", "file", "shared", "passes", "partial", "longest gap s", "missed"], rows),
+    ]
+
+
+def _correctness(summary: Summary) -> list[str]:
+    gate = summary["correctness"]
+    if gate is None:
+        return ["## Correctness gate", "", "Not run.", ""]
+    lines = [
+        "## Correctness gate", "",
+        f"{'Passed' if gate['ok'] else 'FAILED'}: {gate['passed']} of {gate['cases']} cases, {gate['skipped']} skipped; our arms "
+        f"identical: {cell(gate['on_off_identical'])}; reference {short(gate['reference_sha256'])}.", "",
+    ]
+    return [*lines, *(f"- {cell(', '.join(f'{k} {v}' for k, v in sorted(failure.items())))}" for failure in gate["failures"]), ""]
+
+
+def _attempts(summary: Summary) -> list[str]:
+    lost = [attempt for attempt in summary["attempts"] if attempt["status"] != "ok"]
+    if not lost:
+        return ["## Attempts", "", f"All {len(summary['attempts'])} attempts were ok; none was repeated.", ""]
+    rows = [
+        [a["phase"] if a["repetition"] is None else f"{a['phase']}-{a['repetition']}", a["attempt"], a["status"],
+         "; ".join(a["reasons"]) or NONE]
+        for a in lost
+    ]
+    return ["## Attempts", "", f"{len(lost)} of {len(summary['attempts'])} attempts do not count.", "",
+            *table(["block", "attempt", "status", "reasons"], rows)]
+
+
+def _identities(summary: Summary) -> list[str]:
+    rows = []
+    for name, arm in arms_in_order(summary):
+        who = arm["who"] or {}
+        rows.append([
+            f"**{name}**", who.get("distribution"), who.get("version"), short(who.get("commit")), short(who.get("record_sha256")),
+            short(arm["code_sha256"]), (arm["resolved"] or {}).get("attention_backend"), _missing(who),
+        ])
+    header = ["arm", "distribution", "version", "commit", "record", "staged code", "attention", "missing packages"]
+    lines = table(header, rows, text=8)
+    settings = sorted({key for arm in dict(arms_in_order(summary)).values() for key in (arm["resolved"] or {})})
+    rows = [[key, *(cell((arm["resolved"] or {}).get(key)) for arm in dict(arms_in_order(summary)).values())] for key in settings]
+    lines += ["Settings as each engine resolved them:", "", *table(["setting", *summary["arm_order"]], rows)]
+    return ["## Provenance", "", *folded("Identity and resolved settings of each arm", lines)]
+
+
+def _missing(who: Summary) -> str:
+    missing = who.get("missing")
+    return NONE if missing is None else f"{len(missing)}: {', '.join(missing)}" if missing else "none"
+
+
+def _machine(summary: Summary) -> list[str]:
+    return folded("Machine, model and repository", table(["what", "value"], flatten(summary["series"]), text=2))
+
+
+def _reproduce(summary: Summary) -> list[str]:
+    commit = summary["series"]["repository"]["commit"]
+    return [
+        "## How to reproduce", "", "```sh",
+        f"git checkout {commit or '<commit unknown>'}",
+        "parity run-series SERIES/spec.toml --out NEW  # the same plan again",
+        "parity report SERIES                          # this page again, from the evidence",
+        "parity tokens diff SERIES                     # the ids again",
+        "```", "",
+        f"Plan `{summary['plan_digest']}`, spec `{summary['spec_sha256']}`.", "",
+        f"Evidence: manifest head `{summary['manifest_head']}`.", "",
+    ]
+
+
+ALL = (_tokens, _correctness, _occupancy, _memory, _attempts, _latencies, _identities, _machine, _reproduce)
+"""In the order in which a report shows them."""
