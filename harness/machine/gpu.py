@@ -14,6 +14,20 @@ DRIVER_FILES = (Path("/proc/driver/nvidia/version"), Path("/dev/nvidiactl"), Pat
 """Any of these means that the NVIDIA driver is on this machine, whether or not NVML works."""
 
 
+EVENT_REASONS = {
+    1 << 0: "idle", 1 << 1: "application clocks", 1 << 2: "software power cap", 1 << 3: "hardware slowdown", 1 << 4: "sync boost",
+    1 << 5: "software thermal slowdown", 1 << 6: "hardware thermal slowdown", 1 << 7: "power brake", 1 << 8: "display clocks",
+}
+"""Why the clocks are what they are: the bits of NVML's nvmlClocksEventReason* (nvml.h)."""
+THROTTLED = 1 << 3 | 1 << 5 | 1 << 6 | 1 << 7
+"""The bits under which no number counts: heat, or the board's supply.  A software power cap is how a card under full load runs."""
+
+
+def event_names(mask: int) -> list[str]:
+    """The reasons in a mask of clock event reasons, by name; a bit that has none is told by its value."""
+    return [EVENT_REASONS.get(1 << bit, f"{1 << bit:#x}") for bit in range(mask.bit_length()) if mask >> bit & 1]
+
+
 class GpuUnreadable(Exception):
     """The driver is there and a reading failed: nothing is known of the GPUs, which is not the same as none being busy."""
 

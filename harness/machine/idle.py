@@ -9,20 +9,22 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from harness.machine import host
 from harness.machine.gpu import Gpu, GpuSample, GpuUnreadable
 from harness.machine.host import CpuTimes, ProcessTimes
+from harness.machine.load import Load, load_between, own_tree
 
 SCHEMA = 1
 UTILIZATION_VARIABLE = "GPU_IDLE_UTIL_MAX"
 _WAIT_SAMPLE_S = 0.5
 _GPU_PERIOD_S = 0.25
-_NAMED_SHARE = 0.002
-_NAMED_AT_MOST = 5
+NAMED_SHARE = 0.002
+NAMED_AT_MOST = 5
+"""Processes named in a record: the largest of all cores' time, from this share on."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,8 +145,9 @@ def _sample(limits: IdleLimits, period_s: float, own_roots: set[int], probe: Pro
         probe.sleep(min(_GPU_PERIOD_S if readings else remaining, remaining))
     after, cpu_after = probe.processes(), probe.cpu()
     end_ns = probe.now_ns()
-    own = _own(before, own_roots) | _own(after, own_roots)
-    cpu, reasons = _judge_cpu(limits, cpu_before, cpu_after, before, after, own, probe)
+    own = own_tree(before, own_roots) | own_tree(after, own_roots)
+    load = load_between(cpu_before, cpu_after, before, after, own)
+    cpu, reasons = _judge_cpu(limits, load, after, probe)
     gpu_records, gpu_reasons = _judge_gpus(limits, readings, own, probe)
     if gpu_error is not None:
         gpu_reasons.append(f"gpu unreadable: {gpu_error}")
@@ -152,68 +155,27 @@ def _sample(limits: IdleLimits, period_s: float, own_roots: set[int], probe: Pro
 
 
 def _judge_cpu(
-    limits: IdleLimits,
-    cpu_before: CpuTimes | None,
-    cpu_after: CpuTimes | None,
-    before: Mapping[int, ProcessTimes],
-    after: Mapping[int, ProcessTimes],
-    own: set[int],
-    probe: Probe,
+    limits: IdleLimits, load: Load | None, after: Mapping[int, ProcessTimes], probe: Probe
 ) -> tuple[dict[str, Any] | None, list[str]]:
-    """Shares of all cores' time: foreign processes, stolen by the hypervisor, and unattributed.
-
-    Unattributed is what /proc/stat counts as busy and no process seen at the end accounts for: processes that ended within the sample,
-    and interrupts.  It is foreign, too.  CPU time of the kernel's own threads is not.
-    """
-    if cpu_before is None or cpu_after is None or cpu_after.total <= cpu_before.total:
+    """Shares of all cores' time: foreign processes, stolen by the hypervisor, and unattributed, which counts as foreign, too."""
+    if load is None:
         return None, ["cpu unreadable: /proc/stat gave no CPU time for the sample"]
-    total = cpu_after.total - cpu_before.total
-    used = {pid: times.cpu_ticks - _ticks_before(times, before) for pid, times in after.items()}
-    foreign = {pid: ticks for pid, ticks in used.items() if ticks > 0 and pid not in own and not after[pid].is_kernel}
-    unattributed = max(0, cpu_after.busy - cpu_before.busy - sum(used.values())) / total
-    foreign_share = sum(foreign.values()) / total
-    steal = (cpu_after.steal - cpu_before.steal) / total
+    total = load.total
+    unattributed, foreign, steal = max(0, load.unattributed) / total, sum(load.foreign.values()) / total, load.steal / total
     named = [
         {"pid": pid, "name": after[pid].name, "command": probe.command_line(pid), "share": ticks / total}
-        for pid, ticks in sorted(foreign.items(), key=lambda item: -item[1])[:_NAMED_AT_MOST]
-        if ticks / total >= _NAMED_SHARE
+        for pid, ticks in sorted(load.foreign.items(), key=lambda item: -item[1])[:NAMED_AT_MOST]
+        if ticks / total >= NAMED_SHARE
     ]
     reasons = []
-    if foreign_share + unattributed > limits.foreign_cpu_max:
+    if foreign + unattributed > limits.foreign_cpu_max:
         reasons = [f"foreign cpu: pid {one['pid']} ({one['name']}: {one['command']}) used {one['share']:.1%} of all cores" for one in named]
         if unattributed > limits.foreign_cpu_max or not named:
             reasons.append(f"unattributed: {unattributed:.1%} of all cores went to processes gone before its end, or to interrupts")
     if steal > limits.steal_max:
         reasons.append(f"steal: the hypervisor took {steal:.1%} of all cores (at most {limits.steal_max:.1%})")
-    shares = {
-        "busy": (cpu_after.busy - cpu_before.busy) / total,
-        "own": sum(ticks for pid, ticks in used.items() if pid in own) / total,
-        "foreign": foreign_share,
-        "unattributed": unattributed,
-        "steal": steal,
-    }
+    shares = {"busy": load.busy / total, "own": load.own / total, "foreign": foreign, "unattributed": unattributed, "steal": steal}
     return {"ticks": total, **shares, "processes": named}, reasons
-
-
-def _ticks_before(times: ProcessTimes, before: Mapping[int, ProcessTimes]) -> int:
-    """CPU time of the same process at the start of the sample: 0 when it started within it, be it under an old pid."""
-    earlier = before.get(times.pid)
-    return earlier.cpu_ticks if earlier is not None and earlier.start_ticks == times.start_ticks else 0
-
-
-def _own(processes: Mapping[int, ProcessTimes], roots: Iterable[int]) -> set[int]:
-    """The roots and everything below them."""
-    children: dict[int, list[int]] = {}
-    for pid, times in processes.items():
-        children.setdefault(times.parent, []).append(pid)
-    own: set[int] = set()
-    waiting = list(roots)
-    while waiting:
-        pid = waiting.pop()
-        if pid not in own:
-            own.add(pid)
-            waiting += children.get(pid, [])
-    return own
 
 
 def _judge_gpus(

@@ -24,6 +24,8 @@ from legs.protocol import (
     sha256,
 )
 
+CLOCK_OFFSET_MAX = 0.01
+
 
 def read_result(folder: Path, request: LegRequest) -> dict[str, Any]:
     """The leg's result.  Raises :class:`ProtocolError` when it is missing, malformed, or answers another request."""
@@ -93,6 +95,25 @@ def wrong_times(folder: Path, traces: Sequence[Trace]) -> list[str]:
         inside = trace.scheduled_ns <= trace.submitted_ns < stamps[0] and stamps[-1] <= trace.end_ns if stamps else False
         if not inside or any(a >= b for a, b in itertools.pairwise(stamps)):
             reasons.append(f"request {trace.index}: its times are not strictly increasing from submission to end")
+    return reasons
+
+
+def clock_offsets(telemetry: Mapping[str, Mapping[str, Any] | None]) -> list[str]:
+    """Reasons to void a block: a card whose median SM clock lies more than 1 % apart between two arms, from their legs' telemetry by arm.
+
+    A byte-identical kernel follows the clock, so arms at two clocks are not one machine.  A card that an arm did not work on has none.
+    """
+    medians: dict[tuple[int, str], dict[str, float]] = {}
+    for arm, summary in telemetry.items():
+        for card in (summary or {}).get("gpus") or ():
+            if card["sm_clock_mhz"] is not None:
+                medians.setdefault((card["index"], card["name"]), {})[arm] = card["sm_clock_mhz"]["median"]
+    reasons = []
+    for (index, name), clocks in sorted(medians.items()):
+        low, high = min(clocks, key=lambda arm: clocks[arm]), max(clocks, key=lambda arm: clocks[arm])
+        if clocks[high] / clocks[low] - 1 > CLOCK_OFFSET_MAX:
+            reasons.append(f"gpu {index} ({name}): SM clock {clocks[high]:g} MHz in {high}, {clocks[low]:g} in {low} "
+                           f"(medians at most {CLOCK_OFFSET_MAX:.0%} apart); lock the clocks, or let the card cool")
     return reasons
 
 

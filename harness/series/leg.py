@@ -15,6 +15,8 @@ from typing import Any
 from harness.evidence import layout
 from harness.leg.launch import LegProcess, start_leg
 from harness.leg.memory_summary import read_rows, summarise_memory
+from harness.leg.telemetry import Watcher
+from harness.leg.telemetry_summary import summarise_telemetry
 from harness.machine.idle import IdleLimits, check_idle
 from harness.machine.lock import SeriesLock
 from harness.machine.page_cache import evict
@@ -24,7 +26,7 @@ from harness.series.arms import Launch, launch
 from harness.series.plan import corpus_path
 from harness.series.progress import Progress
 from harness.series.stage import code_sha256
-from legs.protocol import PROTOCOL, LegRequest, ProtocolError, read_marks, to_json, write_atomic, write_request
+from legs.protocol import MARKS, PROTOCOL, LegRequest, ProtocolError, read_marks, to_gzip, to_json, write_atomic, write_request
 
 SCHEMA = 1
 POLL_S = 0.5
@@ -121,13 +123,15 @@ def _run(context: Context, place: LegPlace, folder: Path, record: dict[str, Any]
         "argv": command.shown, "started_ns": started,
         "since_previous_s": None if context.previous_end_ns is None else (started - context.previous_end_ns) / 1e9,
     }
-    _supervise(context, place, folder, command, logs)
+    watched = _supervise(context, place, folder, command, logs)
     if place.phase in COLD:
         record["notes"] += _storage_notes(context, folder)
     if code_sha256(stage, arm["driver"]) != code:
         record |= {"status": "failed", "reasons": ["the staged code changed while the leg ran"]}
         return
     record["status"], record["reasons"], record["role"] = _judge(context, place, folder, request, oracle, logs)
+    if watched is not None:
+        _keep_telemetry(context, folder, watched, record)
 
 
 def _evict_model(context: Context, folder: Path) -> tuple[list[str], list[str]]:
@@ -171,8 +175,10 @@ def _request(context: Context, place: LegPlace, arm: Mapping[str, Any]) -> LegRe
     )
 
 
-def _supervise(context: Context, place: LegPlace, folder: Path, command: Launch, logs: Path) -> None:
-    """Start the arm under its guard (and, in a memory leg, the sampler beside it) and stay until both are gone."""
+def _supervise(context: Context, place: LegPlace, folder: Path, command: Launch, logs: Path) -> list[dict[str, Any]] | None:
+    """Start the arm under its guard and stay until it is gone: in a memory leg with the sampler beside it, in a performance leg watching
+    the machine.  Returns the watcher's rows, None where there is none."""
+    watcher = Watcher(context.own_roots) if place.phase == "performance" else None
     process = start_leg(
         command.argv, command.environment, folder, context.lock.fd, context.plan["leg_timeout_s"],
         record=folder / layout.GUARD, stdout=logs / "stdout.log", stderr=logs / "stderr.log",
@@ -181,6 +187,8 @@ def _supervise(context: Context, place: LegPlace, folder: Path, command: Launch,
     try:
         while process.poll() is None:
             context.progress.update(_doing(folder))
+            if watcher is not None:
+                watcher.look()
             process.wait(POLL_S)
     except BaseException:
         process.terminate()
@@ -190,6 +198,17 @@ def _supervise(context: Context, place: LegPlace, folder: Path, command: Launch,
             assert sampler.stdin is not None
             sampler.stdin.close()
             sampler.wait(30)
+    return None if watcher is None else watcher.finish()
+
+
+def _keep_telemetry(context: Context, folder: Path, rows: list[dict[str, Any]], record: dict[str, Any]) -> None:
+    """Write the watcher's stream, and its summary, notes and reasons into leg.json.  A leg that failed stays failed."""
+    write_atomic(folder / layout.TELEMETRY, to_gzip("".join(json.dumps(row, allow_nan=False) + "\n" for row in rows).encode()))
+    marks = read_marks(folder) if (folder / MARKS).exists() else []
+    record["telemetry"], void, notes = summarise_telemetry(rows, marks, context.plan["idle"])
+    record["notes"] += notes
+    if void and record["status"] in ("ok", "void"):
+        record |= {"status": "void", "reasons": (record["reasons"] if record["status"] == "void" else []) + void}
 
 
 def _start_sampler(process: LegProcess, folder: Path, logs: Path) -> subprocess.Popen[bytes]:

@@ -17,7 +17,7 @@ from harness.machine.idle import IdleLimits, check_idle, limits_from_environment
 from harness.machine.lock import LockBusy, LockError, SeriesLock
 from harness.oracle import Oracle, OracleError, load_oracle, oracle_python
 from harness.report.build import build_report
-from harness.series import gate
+from harness.series import checks, gate
 from harness.series.leg import Context, LegPlace, run_leg
 from harness.series.model import ModelError, check_model
 from harness.series.plan import corpus_path, make_plan, read_reference
@@ -241,17 +241,20 @@ def _block(context: Context, phase: str, repetition: int, order: list[str]) -> P
 
 def _attempt(context: Context, phase: str, repetition: int, attempt: int, order: list[str], folder: Path) -> str:
     status, reasons = "interrupted", ["the runner was interrupted"]
+    telemetry: dict[str, Any] = {}
     try:
         for position, arm in enumerate(order):
             name = layout.leg_name(phase, repetition, arm)
             place = LegPlace(name=name, phase=phase, repetition=repetition, attempt=attempt, order=position, arm=arm)
             record = run_leg(context, place, folder / arm)
+            telemetry[arm] = record.get("telemetry")
             status, reasons = record["status"], [f"{name}: {reason}" for reason in record["reasons"]]
             if status != "ok":
                 context.progress.drop(len(order) - position - 1)
                 break
         else:
-            reasons = []
+            reasons = checks.clock_offsets(telemetry)
+            status = "void" if reasons else "ok"
     except BaseException:
         status, reasons = "interrupted", ["the runner was interrupted"]
         raise

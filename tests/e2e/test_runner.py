@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
+import itertools
 import json
 import signal
 import socket
@@ -29,6 +31,9 @@ def idle(monkeypatch: pytest.MonkeyPatch) -> None:
     calm = {"schema": 1, "ok": True, "reasons": [], "waited_s": 0.0, "samples": [], "load1": 0.0, "since_previous_s": None, "limits": {}}
     for module in (leg, runner):
         monkeypatch.setattr(module, "check_idle", lambda *_: dict(calm))
+    judge = leg.summarise_telemetry
+    lenient = {"foreign_cpu_max": 1.0, "steal_max": 1.0}
+    monkeypatch.setattr(leg, "summarise_telemetry", lambda rows, marks, limits: judge(rows, marks, {**limits, **lenient}))
 
 
 @pytest.fixture
@@ -96,6 +101,44 @@ def test_a_warm_page_cache_voids_a_timed_leg_and_one_that_cannot_be_proven_is_no
     record = json.loads((series / "blocks" / "performance-1" / "attempt-1" / "on" / "leg.json").read_bytes())
     said = ["page cache: weights: the reason and the cure"]
     assert (record["status"], record["reasons"], record["notes"]) == (("ok", [], said) if proven is None else ("void", said, []))
+
+
+def test_a_performance_leg_is_watched_and_its_cost_kept(run: Run) -> None:
+    _, series = run()
+    for folder in series.glob("blocks/*/*/o*"):
+        record = json.loads((folder / "leg.json").read_bytes())
+        rows = [json.loads(line) for line in gzip.decompress((folder / "telemetry.jsonl.gz").read_bytes()).splitlines()]
+        assert record["telemetry"]["samples"] == len(rows) - 1 >= 1
+        assert rows[-1]["cpu_s"] > 0
+        assert rows[0]["start_ns"] <= json.loads((folder / "marks.jsonl").read_text().splitlines()[0])["t_ns"] <= rows[-2]["end_ns"]
+    assert not list(series.glob("correctness/*/*/telemetry.jsonl.gz"))
+
+
+def watched(clock: Callable[[], float], reasons: list[str]) -> Callable[..., Any]:
+    def summarise(*_: Any) -> Any:
+        card = {"index": 0, "name": "card", "sm_clock_mhz": {"median": clock()}}
+        return {"gpus": [card]}, reasons, []
+    return summarise
+
+
+def test_what_the_watcher_saw_voids_the_leg_and_its_block(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(leg, "summarise_telemetry", watched(lambda: 1980, ["foreign cpu: pid 4711 (stress)"]))
+    code, series = run()
+    assert code == 3
+    assert [(b["attempt"], b["status"], b["reasons"]) for b in blocks(series)] == [
+        (attempt, "void", ["performance-1-on: foreign cpu: pid 4711 (stress)"]) for attempt in (1, 2, 3)]
+
+
+@pytest.mark.parametrize(("second", "void"), [(1965, False), (1950, True)])
+def test_arms_at_two_clocks_void_their_block(run: Run, monkeypatch: pytest.MonkeyPatch, second: int, void: bool) -> None:
+    clocks = itertools.cycle((1980, second))
+    monkeypatch.setattr(leg, "summarise_telemetry", watched(lambda: next(clocks), []))
+    code, series = run()
+    assert code in ((3,) if void else VERDICT)
+    first = blocks(series)[0]
+    assert first["status"] == ("void" if void else "ok")
+    assert first["reasons"] == (["gpu 0 (card): SM clock 1980 MHz in on, 1950 in off (medians at most 1% apart); lock the clocks, or let "
+                                 "the card cool"] if void else [])
 
 
 def test_a_second_run_into_the_same_folder_changes_nothing(run: Run, tmp_path: Path) -> None:

@@ -136,3 +136,23 @@ def test_a_skipped_case_or_an_empty_gate_did_not_pass() -> None:
     assert gate.decide({0: [1], 1: [2]}, {"on": [[1]]}, "aa")["skipped"] == 1
     assert not gate.decide({}, {"on": []}, "aa")["ok"]
     assert not gate.decide({0: [1, 2]}, {"on": [[1]]}, "aa")["ok"], "a short output is a divergence"
+
+
+def clocks(*medians: float | None) -> dict[str, Any]:
+    cards = [{"index": i, "name": "H", "sm_clock_mhz": None if median is None else {"median": median}} for i, median in enumerate(medians)]
+    return {"gpus": cards}
+
+
+@pytest.mark.parametrize(
+    ("telemetry", "said"),
+    [
+        ({"on": clocks(1980), "pin": clocks(1961)}, []),
+        ({"on": clocks(1980), "pin": clocks(1960)}, ["gpu 0 (H): SM clock 1980 MHz in on, 1960 in pin"]),
+        ({"on": clocks(1980), "off": clocks(1980), "pin": clocks(2010)}, ["gpu 0 (H): SM clock 2010 MHz in pin, 1980 in on"]),
+        ({"on": clocks(1980, 1000), "pin": clocks(1980, 1200)}, ["gpu 1 (H): SM clock 1200 MHz in pin, 1000 in on"]),
+        ({"on": clocks(1980, None), "pin": clocks(None, 1200)}, []),
+        ({"on": {"gpus": None}, "pin": None}, []),
+    ],
+)
+def test_arms_run_at_one_clock(telemetry: dict[str, Any], said: list[str]) -> None:
+    assert [reason.split(" (medians")[0] for reason in checks.clock_offsets(telemetry)] == said

@@ -1,0 +1,241 @@
+"""The watcher: what begins within a leg voids it, what any machine does by itself does not."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+
+import pynvml
+import pytest
+
+from harness.leg.telemetry import Watcher
+from harness.leg.telemetry_summary import summarise_telemetry
+from harness.machine.gpu import Gpu, GpuSample
+from harness.machine.idle import IdleLimits
+from tests.harness.machine.fake_nvml import FakeNvml
+from tests.harness.machine.fake_probe import RUNNER, FakeProbe
+
+LIMITS = asdict(IdleLimits())
+ARM, BEGIN_S, LEG_S = 150, 1000, 40
+BUSY = {"utilization": 97, "clock": 1980, "used": 20 << 30, "compute": [ARM]}
+MARKS = [{"mark": "first_submit", "t_ns": (BEGIN_S + 10) * 10**9}, {"mark": "last_token", "t_ns": (BEGIN_S + 38) * 10**9}]
+
+
+def watch(probe: FakeProbe, leg_s: float = LEG_S) -> tuple[dict[str, Any], list[str], list[dict[str, Any]]]:
+    """(summary, reasons, rows) of a leg on `probe`, whose arm keeps both cores busy but for what others take."""
+    probe.add(ARM, lambda _: 1.5, parent=RUNNER)
+    watcher = Watcher({RUNNER}, probe)
+    while probe.t_s < BEGIN_S + leg_s:
+        probe.sleep(0.5)
+        watcher.look()
+    rows = watcher.finish()
+    json.dumps(rows, allow_nan=False)
+    summary, reasons, _ = summarise_telemetry(rows, MARKS, LIMITS)
+    json.dumps(summary, allow_nan=False)
+    return summary, reasons, rows
+
+
+def between(first_s: float, last_s: float, value: Any, other: Any) -> Callable[[], Any]:
+    """A reading that is `value` between two moments of the leg; `PROBE` tells the time."""
+    return lambda: value if first_s <= PROBE[0].t_s - BEGIN_S < last_s else other
+
+
+PROBE: list[FakeProbe] = []
+
+
+def gpu_leg(card: dict[str, Any], *more: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    PROBE[:] = [FakeProbe(FakeNvml({**BUSY, **card}, *more))]
+    summary, reasons, _ = watch(PROBE[0])
+    return summary, reasons
+
+
+def test_a_quiet_leg_counts_and_its_own_load_is_its_own() -> None:
+    summary, reasons, rows = watch(FakeProbe())
+    assert reasons == []
+    assert summary["gpus"] is None
+    assert summary["cpu"]["foreign_window_max"] == pytest.approx(0, abs=0.002)
+    assert 38 <= summary["samples"] <= 42
+    assert summary["max_gap_s"] == pytest.approx(1, abs=0.1)
+    assert (rows[0]["start_ns"], rows[-2]["end_ns"]) == (BEGIN_S * 10**9, pytest.approx((BEGIN_S + LEG_S) * 10**9, abs=6e8))
+
+
+def test_a_process_that_appears_halfway_voids_the_leg_and_is_named() -> None:
+    probe = FakeProbe()
+    probe.add(60, lambda t: 0.4 * (t > BEGIN_S + LEG_S / 2))
+    _, (reason,), _ = watch(probe)
+    assert reason.startswith("foreign cpu: 20.0% of all cores over 5 s, ")
+    assert "s into the leg (at most 3.0%): pid 60 (name60: command60) 20.0%" in reason
+
+
+@pytest.mark.parametrize(("seconds", "void"), [(0.25, False), (0.4, True)])
+def test_a_short_burst_of_housekeeping_is_no_company(seconds: float, void: bool) -> None:
+    """0.3 s of CPU time in five seconds are 3 % of two cores."""
+    probe = FakeProbe()
+    probe.add(60, lambda t: float(BEGIN_S + 20.2 <= t < BEGIN_S + 20.2 + seconds))
+    assert bool(watch(probe)[1]) is void
+
+
+def test_a_leg_shorter_than_the_window_has_the_same_budget() -> None:
+    for seconds, void in ((0.25, False), (0.4, True)):
+        probe = FakeProbe()
+        probe.add(60, lambda t, seconds=seconds: float(BEGIN_S + 0.2 <= t < BEGIN_S + 0.2 + seconds))  # type: ignore[misc]
+        assert bool(watch(probe, 1.0)[1]) is void
+
+
+def test_time_that_no_scan_sees_voids_the_leg() -> None:
+    probe = FakeProbe()
+    probe.gone = lambda t: 0.2 * (t > BEGIN_S + 20)
+    assert "unattributed 10.0%" in watch(probe)[1][0]
+
+
+def test_stolen_time_voids_the_leg() -> None:
+    probe = FakeProbe()
+    probe.steal = lambda t: 0.2 * (t > BEGIN_S + 20)
+    (reason,) = watch(probe)[1]
+    assert reason.startswith("steal: the hypervisor took 10.0% of all cores")
+
+
+def test_unreadable_cpu_time_voids_the_leg() -> None:
+    probe = FakeProbe()
+    read = probe.cpu
+    probe.cpu = lambda: None if 1020 < probe.t_s < 1021.1 else read()  # type: ignore[method-assign]
+    summary, reasons, _ = watch(probe)
+    assert reasons == ["cpu unreadable: /proc/stat gave no CPU time for a part of the leg"]
+    assert summary["cpu"] is None
+
+
+def test_a_leg_that_ends_at_a_look_has_no_sample_of_no_time() -> None:
+    watcher = Watcher({RUNNER}, probe := FakeProbe())
+    probe.sleep(1.5)
+    watcher.look()
+    probe.sleep(0.01)
+    summary, reasons, _ = summarise_telemetry(watcher.finish(), MARKS, LIMITS)
+    assert (summary["samples"], reasons) == (1, [])
+
+
+def test_time_of_the_arms_short_lived_children_is_its_own() -> None:
+    """A compiler that an arm starts by the hundred is gone before any scan; its parent has reaped its time."""
+    watcher = Watcher({RUNNER}, probe := FakeProbe())
+    probe.add(ARM, lambda _: 0.1, parent=RUNNER)
+    probe.add(160, lambda t: 1.0 * (t < 1003), parent=ARM)
+    scan = probe.processes
+
+    def after_its_end() -> dict[int, Any]:
+        found = scan()
+        if probe.t_s >= 1003:
+            found[ARM] = found[ARM]._replace(reaped_ticks=found.pop(160).cpu_ticks)
+        return found
+
+    probe.processes = after_its_end  # type: ignore[method-assign]
+    for _ in range(16):
+        probe.sleep(0.5)
+        watcher.look()
+    summary, reasons, _ = summarise_telemetry(watcher.finish(), MARKS, LIMITS)
+    assert reasons == []
+    assert summary["cpu"]["foreign_window_max"] < 0.005
+
+
+def test_a_busy_card_of_the_arm_counts() -> None:
+    summary, reasons = gpu_leg({"reasons": 0b100})
+    assert reasons == []
+    (card,) = summary["gpus"]
+    assert card["sm_clock_mhz"] == {"min": 1980, "median": 1980, "max": 1980, "spread": 0}
+    assert card["clock_event_reasons"] == ["software power cap"]
+    assert (card["utilisation_max"], card["memory_used_max"]) == (97, 20 << 30)
+
+
+@pytest.mark.parametrize(
+    ("card", "reason"),
+    [
+        ({"compute": between(20, 30, [ARM, 77], [ARM])}, "foreign compute process: pid 77 (command77)"),
+        ({"graphics": between(20, 30, [78], [])}, "foreign graphics process: pid 78 (command78)"),
+        ({"reasons": between(20, 21.1, 0x40, 0)}, "clock event: hardware thermal slowdown: cool the card, or mend its power"),
+        ({"reasons": between(20, 21.1, 0x80, 0)}, "clock event: power brake: cool the card, or mend its power"),
+        ({"reasons": between(20, 21.1, 0x08 | 0x20, 0)},
+         "clock event: hardware slowdown, software thermal slowdown: cool the card, or mend its power"),
+        ({"clock": between(20, 25, 1860, 1980)}, "SM clock from 1860 to 1980 MHz within the measured window (at most 5% apart)"),
+        ({"clock": between(20, 21.1, pynvml.NVMLError(pynvml.NVML_ERROR_UNKNOWN), 1980)}, "unreadable: sm_clock_mhz"),
+        ({"compute": between(20, 21.1, pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED), [])}, "unreadable: foreign_compute"),
+    ],
+)
+def test_trouble_of_a_card_voids_the_leg(card: dict[str, Any], reason: str) -> None:
+    assert gpu_leg(card)[1] == [f"gpu 0 (Fake H200): {reason}"]
+
+
+def test_each_card_is_watched_on_its_own() -> None:
+    _, reasons = gpu_leg({}, {"compute": [77]})
+    assert reasons == ["gpu 1 (Fake H200): foreign compute process: pid 77 (command77)"]
+
+
+def test_what_a_card_does_outside_the_measured_window_is_no_spread() -> None:
+    """Loading runs at other clocks, a card without work idles, and a small wobble is no trouble."""
+    summary, reasons = gpu_leg({"clock": between(0, 9.9, 345, 1980)}, {"clock": 345})
+    assert reasons == []
+    assert [card["sm_clock_mhz"] is None for card in summary["gpus"]] == [False, True]
+    assert gpu_leg({"clock": between(20, 25, 1900, 1980)})[1] == []
+
+
+def test_a_process_seen_once_is_one_that_was_just_starting_or_ending() -> None:
+    assert gpu_leg({"compute": between(20, 21, [ARM, 151], [ARM])})[1] == []
+
+
+def test_cards_that_go_away_void_the_leg() -> None:
+    probe = FakeProbe()
+
+    class Vanishing(Gpu):
+        def read(self) -> list[GpuSample] | None:
+            gpus = super().read() or []
+            return gpus if probe.t_s < 1020 else gpus[:1]
+
+    probe._gpu = Vanishing(FakeNvml({}, {}), ())
+    assert watch(probe)[1] == ["gpu unreadable: the list of GPUs changed within the leg"]
+
+
+def test_dear_looks_are_rare() -> None:
+    """A look that takes 50 ms is followed by a pause of five seconds: one per cent of a core."""
+    probe = FakeProbe()
+    scan = probe.processes
+
+    def slow() -> dict[int, Any]:
+        probe.t_s += 0.05
+        return scan()
+
+    probe.processes = slow  # type: ignore[method-assign]
+    summary, _, rows = watch(probe)
+    assert summary["samples"] <= 9
+    assert summary["max_gap_s"] > 5
+    assert sum(row["cost_s"] for row in rows[:-1]) / LEG_S < 0.015
+
+
+def test_runner_and_watcher_above_their_share_are_noted() -> None:
+    rows = watch(FakeProbe())[2]
+    end = {"kind": "end", "cpu_s": 1.0, "wall_s": 40.0}
+    summary, reasons, (note,) = summarise_telemetry([*rows[:-1], end], MARKS, LIMITS)
+    assert (summary["own_cpu_share"], reasons) == (0.025, [])
+    assert note.startswith("watching: runner and watcher used 2.5% of a core")
+    assert summarise_telemetry([*rows[:-1], {**end, "cpu_s": 0.7}], MARKS, LIMITS)[2] == []
+
+
+# --- this machine ---
+
+
+def test_a_busy_loop_beside_a_real_leg_is_named_and_watching_costs_under_two_per_cent_of_a_core() -> None:
+    loop = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    try:
+        watcher = Watcher(set())  # no root: this test's own loop must be foreign
+        for _ in range(12):
+            time.sleep(0.5)
+            watcher.look()
+        rows = watcher.finish()
+    finally:
+        loop.kill()
+        loop.wait()
+    summary, reasons, _ = summarise_telemetry(rows, [], LIMITS)
+    assert any(f"pid {loop.pid} (" in reason for reason in reasons)
+    assert summary["own_cpu_share"] < 0.02
+    assert all(isinstance(row["cpu"]["total"], int) for row in rows[:-1])
