@@ -11,7 +11,8 @@ from typing import Any
 
 from harness.machine.gpu import GpuUnreadable, read_gpus
 from harness.machine.identity import repository_record
-from harness.machine.idle import IdleLimits, check_idle
+from harness.machine.idle import check_idle
+from harness.machine.idle_rule import IdleLimits
 from harness.machine.lock import LockBusy, LockError, SeriesLock, lock_path
 from harness.oracle import describe_oracle, list_oracles
 from harness.series.model import LISTING, models_folder
@@ -21,7 +22,8 @@ FREE_DISK_GIB = 5
 
 
 def examine(root: Path) -> list[dict[str, Any]]:
-    """Findings {name, ok, detail}, in the order a newcomer would mend them.  Runs no leg and leaves nothing behind."""
+    """Findings {name, ok, detail}, in the order a newcomer would mend them.  Runs no leg and leaves nothing behind but
+    the lowest use of GPU memory seen, beside the lock."""
     checks: list[tuple[str, Callable[[Path], tuple[bool, str]]]] = [
         ("system", _system), ("disk", _disk), ("memory accounting", _smaps), ("gpu", _gpu), ("lock", _lock), ("idle", _idle),
         ("oracles", _oracles), ("models", _models), ("tree", _tree),
@@ -72,7 +74,7 @@ def _lock(_: Path) -> tuple[bool, str]:
 
 
 def _idle(_: Path) -> tuple[bool, str]:
-    found = check_idle(IdleLimits(wait_max_s=0.0), {os.getpid()}, None)
+    found = check_idle(IdleLimits(wait_max_s=0.0), {os.getpid()}, None, lock_path(None))
     return found["ok"], "idle" if found["ok"] else "; ".join(found["reasons"])
 
 

@@ -7,19 +7,20 @@ refuses.  It must run inside the series lock.
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from harness.machine import host
-from harness.machine.gpu import Gpu, GpuSample, GpuUnreadable
+from harness.machine.gpu import Gpu, GpuSample, GpuUnreadable, event_names
 from harness.machine.host import CpuTimes, ProcessTimes
+from harness.machine.idle_rule import IdleLimits, decide
 from harness.machine.load import Load, load_between, own_tree
+from harness.machine.vram import LowestVram, VramUnreadable
 
 SCHEMA = 1
-UTILIZATION_VARIABLE = "GPU_IDLE_UTIL_MAX"
 _WAIT_SAMPLE_S = 0.5
 _GPU_PERIOD_S = 0.25
 NAMED_SHARE = 0.002
@@ -27,40 +28,12 @@ NAMED_AT_MOST = 5
 """Processes named in a record: the largest of all cores' time, from this share on."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class IdleLimits:
-    """What counts as idle.  CPU shares are of all cores over the sample."""
-
-    foreign_cpu_max: float = 0.03
-    steal_max: float = 0.03
-    sample_s: float = 2.0
-    wait_min_s: float = 1.0
-    wait_max_s: float = 90.0
-    gpu_util_max: float = 2
-    """Per cent of any GPU, the maximum over the sample's readings."""
-    gpu_util_source: str = "default"
-    """Where `gpu_util_max` comes from: `default` or the environment variable's name."""
-
-
-def limits_from_environment(environment: Mapping[str, str] = os.environ) -> IdleLimits:
-    """The limits, with GPU_IDLE_UTIL_MAX from `environment` where it is set; ValueError when that is no percentage."""
-    text = environment.get(UTILIZATION_VARIABLE)
-    if text is None:
-        return IdleLimits()
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1
-    if not 0 <= value <= 100:
-        raise ValueError(f"{UTILIZATION_VARIABLE}={text!r}: not a percentage; give a number from 0 to 100, or unset it")
-    return IdleLimits(gpu_util_max=value, gpu_util_source=UTILIZATION_VARIABLE)
-
-
 class Probe:
     """How the gate sees the machine and the clock; a test puts another in its place.  Close it to let go of NVML."""
 
-    def __init__(self) -> None:
+    def __init__(self, lock: Path | None = None) -> None:
         self._gpu = Gpu()
+        self._vram = None if lock is None else LowestVram(lock)
 
     def now_ns(self) -> int:
         """CLOCK_MONOTONIC."""
@@ -85,20 +58,27 @@ class Probe:
         """None on a machine without an NVIDIA driver; raises GpuUnreadable."""
         return self._gpu.read()
 
+    def lowest_memory(self, used: Mapping[str, int]) -> dict[str, int]:
+        """The lowest use of each GPU of this boot, these readings included (bytes by uuid); empty where no lock says where it is kept."""
+        return {} if self._vram is None else self._vram.lower(used)
+
     def close(self) -> None:
         self._gpu.close()
 
 
-def check_idle(limits: IdleLimits, own_roots: set[int], previous_end_ns: int | None, probe: Probe | None = None) -> dict[str, Any]:
+def check_idle(
+    limits: IdleLimits, own_roots: set[int], previous_end_ns: int | None, lock: Path | None = None, probe: Probe | None = None
+) -> dict[str, Any]:
     """Wait, sample, decide; returns the record kept as idle.json.
 
     `own_roots` are the series' own processes, whose trees are not foreign; `previous_end_ns` is when the last leg ended
-    (CLOCK_MONOTONIC), None before the first.  `ok` is True only when `reasons` is empty; each reason names what to stop.
+    (CLOCK_MONOTONIC), None before the first; beside `lock` the GPUs' lowest memory use is kept.  `ok` is True only when `reasons` is
+    empty; each reason names what to stop.
     """
     if probe is None:
-        probe = Probe()
+        probe = Probe(lock)
         try:
-            return check_idle(limits, own_roots, previous_end_ns, probe)
+            return check_idle(limits, own_roots, previous_end_ns, lock, probe)
         finally:
             probe.close()
     started = probe.now_ns()
@@ -147,19 +127,18 @@ def _sample(limits: IdleLimits, period_s: float, own_roots: set[int], probe: Pro
     end_ns = probe.now_ns()
     own = own_tree(before, own_roots) | own_tree(after, own_roots)
     load = load_between(cpu_before, cpu_after, before, after, own)
-    cpu, reasons = _judge_cpu(limits, load, after, probe)
-    gpu_records, gpu_reasons = _judge_gpus(limits, readings, own, probe)
-    if gpu_error is not None:
-        gpu_reasons.append(f"gpu unreadable: {gpu_error}")
-    return {"start_ns": start_ns, "end_ns": end_ns, "cpu": cpu, "gpus": gpu_records, "reasons": reasons + gpu_reasons}
+    cards, list_error = _gpu_records(readings, own, probe)
+    record = {
+        "start_ns": start_ns, "end_ns": end_ns, "cpu": _cpu_record(load, after, probe), "gpus": cards,
+        "gpu_error": gpu_error or list_error,
+    }
+    return {**record, "reasons": decide(record, limits)}
 
 
-def _judge_cpu(
-    limits: IdleLimits, load: Load | None, after: Mapping[int, ProcessTimes], probe: Probe
-) -> tuple[dict[str, Any] | None, list[str]]:
+def _cpu_record(load: Load | None, after: Mapping[int, ProcessTimes], probe: Probe) -> dict[str, Any] | None:
     """Shares of all cores' time: foreign processes, stolen by the hypervisor, and unattributed, which counts as foreign, too."""
     if load is None:
-        return None, ["cpu unreadable: /proc/stat gave no CPU time for the sample"]
+        return None
     total = load.total
     unattributed, foreign, steal = max(0, load.unattributed) / total, sum(load.foreign.values()) / total, load.steal / total
     named = [
@@ -167,40 +146,46 @@ def _judge_cpu(
         for pid, ticks in sorted(load.foreign.items(), key=lambda item: -item[1])[:NAMED_AT_MOST]
         if ticks / total >= NAMED_SHARE
     ]
-    reasons = []
-    if foreign + unattributed > limits.foreign_cpu_max:
-        reasons = [f"foreign cpu: pid {one['pid']} ({one['name']}: {one['command']}) used {one['share']:.1%} of all cores" for one in named]
-        if unattributed > limits.foreign_cpu_max or not named:
-            reasons.append(f"unattributed: {unattributed:.1%} of all cores went to processes gone before its end, or to interrupts")
-    if steal > limits.steal_max:
-        reasons.append(f"steal: the hypervisor took {steal:.1%} of all cores (at most {limits.steal_max:.1%})")
     shares = {"busy": load.busy / total, "own": load.own / total, "foreign": foreign, "unattributed": unattributed, "steal": steal}
-    return {"ticks": total, **shares, "processes": named}, reasons
+    return {"ticks": total, **shares, "processes": named}
 
 
-def _judge_gpus(
-    limits: IdleLimits, readings: list[list[GpuSample]], own: set[int], probe: Probe
-) -> tuple[list[dict[str, Any]] | None, list[str]]:
-    """Every GPU on its own over all its readings; the highest utilization counts.  None without an NVIDIA driver."""
+def _gpu_records(
+    readings: list[list[GpuSample]], own: set[int], probe: Probe
+) -> tuple[list[dict[str, Any]] | None, str | None]:
+    """Every GPU's last reading with what all its readings say, and an error.  (None, None) without an NVIDIA driver."""
     if not readings:
-        return None, []
-    records: list[dict[str, Any]] = []
-    reasons: list[str] = []
-    if len({tuple(sample.uuid for sample in reading) for reading in readings}) != 1:
-        reasons.append("gpu unreadable: the list of GPUs changed within the sample")
+        return None, None
+    used: dict[str, list[int | None]] = {}
+    for sample in (sample for reading in readings for sample in reading):
+        used.setdefault(sample.uuid or "?", []).append(sample.memory_used)
+    try:
+        lowest = probe.lowest_memory({uuid: min(known) for uuid, values in used.items() if (known := [v for v in values if v is not None])})
+    except VramUnreadable as error:
+        return None, str(error)
+    records = []
     for series in zip(*readings, strict=False):
-        gpu = f"gpu {series[0].index} ({series[0].name})"
+        values = used[series[0].uuid or "?"]
         utilisations = [sample.utilisation for sample in series]
-        known = [value for value in utilisations if value is not None]
-        complete = len(known) == len(utilisations)
-        for field in ("utilisation", "compute_pids", "graphics_pids"):
-            errors = [sample.unreadable.get(field, "no value") for sample in series if getattr(sample, field) is None]
-            if errors:
-                reasons.append(f"{gpu}: unreadable: {field}: {errors[0]}")
-        for kind in ("compute", "graphics"):
-            pids = {pid for sample in series for pid in getattr(sample, f"{kind}_pids") or ()}
-            reasons += [f"{gpu}: {kind} process: pid {pid} ({probe.command_line(pid)})" for pid in sorted(pids - own)]
-        if known and max(known) > limits.gpu_util_max:
-            reasons.append(f"{gpu}: utilization: {max(known)} % (at most {limits.gpu_util_max:g} %)")
-        records.append({**asdict(series[-1]), "utilisations": utilisations, "utilisation_max": max(known) if complete else None})
-    return records, reasons
+        mask = 0
+        for sample in series:
+            mask |= sample.clock_event_reasons or 0
+        records.append({
+            **asdict(series[-1]), "utilisations": utilisations, "utilisation_max": _highest(utilisations),
+            "memory_used_max": _highest(values), "memory_lowest": lowest.get(series[0].uuid or "?"),
+            "clock_event_reasons": mask, "clock_events": event_names(mask),
+            "unreadable": {field: why for sample in reversed(series) for field, why in sample.unreadable.items()},
+            "foreign": [
+                {"kind": kind, "pid": pid, "command": probe.command_line(pid)}
+                for kind in ("compute", "graphics")
+                for pid in sorted({pid for sample in series for pid in getattr(sample, f"{kind}_pids") or ()} - own)
+            ],
+        })
+    changed = len({tuple(sample.uuid for sample in reading) for reading in readings}) != 1
+    return records, "the list of GPUs changed within the sample" if changed else None
+
+
+def _highest(values: list[int | None]) -> int | None:
+    """None when any is unknown: the highest may have been that one."""
+    known = [value for value in values if value is not None]
+    return max(known) if known and len(known) == len(values) else None

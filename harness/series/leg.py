@@ -17,7 +17,8 @@ from harness.leg.launch import LegProcess, start_leg
 from harness.leg.memory_summary import read_rows, summarise_memory
 from harness.leg.telemetry import Watcher
 from harness.leg.telemetry_summary import summarise_telemetry
-from harness.machine.idle import IdleLimits, check_idle
+from harness.machine.idle import check_idle
+from harness.machine.idle_rule import IdleLimits
 from harness.machine.lock import SeriesLock
 from harness.machine.page_cache import evict
 from harness.oracle import Oracle, role_of
@@ -90,7 +91,7 @@ def run_leg(context: Context, place: LegPlace, folder: Path) -> dict[str, Any]:
     }
     try:
         context.lock.verify()
-        idle = check_idle(IdleLimits(**context.plan["idle"]), context.own_roots, context.previous_end_ns)
+        idle = check_idle(IdleLimits(**context.plan["idle"]), context.own_roots, context.previous_end_ns, context.lock.path)
         write_atomic(folder / layout.IDLE, to_json(idle))
         if not idle["ok"]:
             record |= {"status": "void", "reasons": [f"the machine is not idle: {reason}" for reason in idle["reasons"]]}

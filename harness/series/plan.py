@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.evidence.layout import leg_name
-from harness.machine.idle import IdleLimits
+from harness.machine.idle_rule import IdleLimits
 from harness.series.spec import ArmSpec, Spec
 from harness.strict import SpecError
 from legs.protocol import sha256, to_json

@@ -13,7 +13,8 @@ from rich.console import Console
 
 from harness.evidence import layout, store
 from harness.machine.identity import machine_record, repository_record
-from harness.machine.idle import IdleLimits, check_idle, limits_from_environment
+from harness.machine.idle import check_idle
+from harness.machine.idle_rule import IdleLimits, limits_from_environment
 from harness.machine.lock import LockBusy, LockError, SeriesLock
 from harness.oracle import Oracle, OracleError, load_oracle, oracle_python
 from harness.report.build import build_report
@@ -89,7 +90,7 @@ def run_series(
     except (LockBusy, LockError) as error:
         raise Refused(str(error)) from None
     try:
-        idle = check_idle(IdleLimits(**plan["idle"]), {os.getpid()}, None)
+        idle = check_idle(IdleLimits(**plan["idle"]), {os.getpid()}, None, lock.path)
         if not idle["ok"]:
             raise Refused("the machine is not idle: " + "; ".join(idle["reasons"]))
         (_reopen if resume else _begin)(root, out, prepared, model_record)

@@ -16,7 +16,7 @@ import pytest
 from harness.leg.telemetry import Watcher
 from harness.leg.telemetry_summary import summarise_telemetry
 from harness.machine.gpu import Gpu, GpuSample
-from harness.machine.idle import IdleLimits
+from harness.machine.idle_rule import IdleLimits
 from tests.harness.machine.fake_nvml import FakeNvml
 from tests.harness.machine.fake_probe import RUNNER, FakeProbe
 

@@ -23,7 +23,7 @@ class FakeProbe(Probe):
 
     def __init__(self, nvml: FakeNvml | None = None) -> None:
         missing = FakeNvml(init_error=pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)
-        self._gpu = Gpu(nvml or missing, ())
+        self._gpu, self._vram = Gpu(nvml or missing, ()), None
         self.t_s = 1000.0
         self.parents = {1: 0, 2: 0, RUNNER: 1}
         self.born = dict.fromkeys(self.parents, 0)

@@ -14,7 +14,9 @@ import pytest
 
 from harness.machine.gpu import Gpu, GpuSample
 from harness.machine.host import CpuTimes
-from harness.machine.idle import IdleLimits, check_idle, limits_from_environment
+from harness.machine.idle import check_idle
+from harness.machine.idle_rule import IdleLimits, limits_from_environment
+from harness.machine.vram import LowestVram
 from tests.harness.machine.fake_nvml import FakeNvml
 from tests.harness.machine.fake_probe import RUNNER, FakeProbe
 
@@ -22,7 +24,7 @@ LIMITS = IdleLimits(wait_max_s=5)
 
 
 def check(probe: FakeProbe, limits: IdleLimits = LIMITS, previous_end_ns: int | None = None) -> dict[str, Any]:
-    record = check_idle(limits, {RUNNER}, previous_end_ns, probe)
+    record = check_idle(limits, {RUNNER}, previous_end_ns, None, probe)
     json.dumps(record, allow_nan=False)
     assert record["ok"] is (record["reasons"] == [])
     return record
@@ -50,6 +52,14 @@ def test_idle_card_passes(utilization: int) -> None:
         ({"graphics": [78]}, "graphics process: pid 78 (command78)"),
         ({"compute": NOT_SUPPORTED}, "unreadable: compute_pids: Not Supported"),
         ({"graphics": UNKNOWN}, "unreadable: graphics_pids: Unknown Error"),
+        ({"used": UNKNOWN}, "unreadable: memory_used: Unknown Error"),
+        ({"reasons": NOT_SUPPORTED}, "unreadable: clock_event_reasons: Not Supported"),
+        ({"uuid": UNKNOWN}, "unreadable: uuid: Unknown Error"),
+        ({"used": 1025 << 20}, "memory: 1025 MiB in use (at most 1024 MiB); end what holds it"),
+        ({"reasons": 0x08}, "clock event: hardware slowdown; cool the card, or mend its power"),
+        ({"reasons": 0x20}, "clock event: software thermal slowdown; cool the card, or mend its power"),
+        ({"reasons": 0x40 | 0x04}, "clock event: hardware thermal slowdown; cool the card, or mend its power"),
+        ({"reasons": 0x80 | 0x01}, "clock event: power brake; cool the card, or mend its power"),
     ],
 )
 def test_busy_or_unreadable_card_is_refused(card: dict[str, Any], reason: str) -> None:
@@ -59,6 +69,60 @@ def test_busy_or_unreadable_card_is_refused(card: dict[str, Any], reason: str) -
 def test_each_card_is_judged_on_its_own() -> None:
     record = check(FakeProbe(FakeNvml({"utilization": 0}, {"utilization": 9})))
     assert record["reasons"] == ["gpu 1 (Fake H200): utilization: 9 % (at most 2 %)"]
+
+
+def test_software_power_cap_is_recorded_and_no_reason() -> None:
+    record = check(FakeProbe(FakeNvml({"reasons": 0x05})))
+    assert record["ok"]
+    assert record["samples"][-1]["gpus"][0]["clock_events"] == ["idle", "software power cap"]
+
+
+def test_a_clock_event_in_one_reading_of_many_is_refused() -> None:
+    probe = FakeProbe()
+    probe._gpu = Gpu(FakeNvml({"reasons": lambda: 0x40 if 1002.9 <= probe.t_s < 1003.1 else 1}), ())
+    assert "hardware thermal slowdown" in check(probe)["reasons"][0]
+
+
+def test_memory_that_stays_behind_is_refused_against_the_lowest_reading_of_this_boot(tmp_path: Path) -> None:
+    """A display server's 539 MiB are the card's own; 611 MiB more on top of them are someone's, with no process in sight."""
+    lock = tmp_path / "lock"
+
+    def gate(*used_mib: int, boot: str = "first") -> dict[str, Any]:
+        probe = FakeProbe(FakeNvml(*({"used": mib << 20} for mib in used_mib)))
+        probe._vram = LowestVram(lock, boot)
+        return check(probe)
+
+    assert gate(539, 0)["ok"]
+    assert gate(539 + 128, 128)["ok"]
+    assert gate(1150, 0)["reasons"] == [
+        "gpu 0 (Fake H200): memory residue: 1150 MiB in use, 611 MiB more than the lowest reading of this boot (at most 128 MiB more); "
+        "end what holds it", "gpu 0 (Fake H200): memory: 1150 MiB in use (at most 1024 MiB); end what holds it"]
+    assert gate(539, 611)["reasons"] == [
+        "gpu 1 (Fake H200): memory residue: 611 MiB in use, 611 MiB more than the lowest reading of this boot (at most 128 MiB more); "
+        "end what holds it"]
+    assert gate(200, 0)["ok"], "a lower reading is the new lowest"
+    assert not gate(539, 0)["ok"]
+    assert gate(539, 0, boot="second")["ok"]
+
+
+def test_the_highest_reading_of_memory_counts(tmp_path: Path) -> None:
+    probe = FakeProbe()
+    probe._vram = LowestVram(tmp_path / "lock", "boot")
+    probe._gpu = Gpu(FakeNvml({"used": lambda: (611 << 20) if 1002.9 <= probe.t_s < 1003.1 else 0}), ())
+    assert "memory residue: 611 MiB" in check(probe)["reasons"][0]
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"boot_id": "boot"}', '{"boot_id": "boot", "lowest": {"GPU-0": "none"}}', None])
+def test_lowest_readings_that_cannot_be_read_refuse_with_the_cure(tmp_path: Path, content: str | None) -> None:
+    if content is None:
+        (tmp_path / "lock.vram").symlink_to(tmp_path / "elsewhere")
+    else:
+        (tmp_path / "lock.vram").write_text(content)
+    probe = FakeProbe(FakeNvml({}))
+    probe._vram = LowestVram(tmp_path / "lock", "boot")
+    (reason,) = check(probe)["reasons"]
+    assert reason.startswith("gpu unreadable: lock.vram beside the lock cannot be read (")
+    assert reason.endswith("remove it while the machine is idle")
 
 
 def test_limit_from_the_environment_is_used_and_recorded() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from harness.cli import _run
-from harness.machine.idle import IdleLimits
+from harness.machine.idle_rule import IdleLimits
 from harness.series.plan import block_order, make_plan
 from harness.series.spec import load_spec
 from tests.harness.series.spec_factory import write_spec
