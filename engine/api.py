@@ -138,11 +138,12 @@ def _resolve(config: EngineConfig, model: ModelConfig) -> dict[str, Any]:
     if length > model.max_position_embeddings:
         raise ConfigError(f"max_model_len is {length}; the checkpoint has {model.max_position_embeddings} positions")
     itemsize = getattr(torch, dtype).itemsize
-    block_bytes = config.block_size * model.num_layers * 2 * model.num_kv_heads * model.head_dim * itemsize
-    most = 1 + config.max_num_seqs * -(-length // config.block_size)
+    block_size = config.block_size or devices.BLOCK_SIZES[config.device]
+    block_bytes = block_size * model.num_layers * 2 * model.num_kv_heads * model.head_dim * itemsize
+    most = 1 + config.max_num_seqs * -(-length // block_size)
     return {
         "dtype": dtype, "device": config.device, "max_num_batched_tokens": config.max_num_batched_tokens,
-        "max_num_seqs": config.max_num_seqs, "max_model_len": length, "block_size": config.block_size,
+        "max_num_seqs": config.max_num_seqs, "max_model_len": length, "block_size": block_size,
         "num_blocks": config.num_blocks or max(2, min(most, devices.cache_bytes(config.device) // block_bytes)),
         "enable_prefix_caching": False, "enable_chunked_prefill": True,
         "enforce_eager": config.device == devices.HOST if config.enforce_eager is None else config.enforce_eager,

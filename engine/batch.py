@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Generic, NamedTuple, TypeVar
+from typing import ClassVar, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -32,6 +32,8 @@ class Chunk(NamedTuple):
 class Batch:
     """T tokens: D decodes (one token each) first, then the chunks.  S of the T rows are sampled."""
 
+    cuts_last_layer: ClassVar[bool] = False
+    """Whether the last layer's feed-forward is computed for the sampled rows only: nothing reads the others' (tokasaurus does so)."""
     token_ids: torch.Tensor
     """[T]; rows named by `last_rows` are filled in on the device."""
     positions: torch.Tensor
@@ -107,6 +109,7 @@ def _upload(fields: list[list[int]], device: torch.device) -> tuple[torch.Tensor
 class SlotBatch:
     """T tokens, all integers int32: D rows that attend alone (decodes, prompt chunks of one token) first, then the chunks' tiles."""
 
+    cuts_last_layer: ClassVar[bool] = True
     token_ids: torch.Tensor
     positions: torch.Tensor
     cache_rows: torch.Tensor

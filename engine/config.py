@@ -20,7 +20,8 @@ class EngineConfig:
     max_num_batched_tokens: int = 2048
     max_num_seqs: int = 32
     max_model_len: int | None = None
-    block_size: int = 16
+    block_size: int | None = None
+    """Tokens a KV block: 16 on the host, 32 on a card unless given."""
     num_blocks: int | None = None
     """KV blocks, the null block included."""
     depth: int | None = None
@@ -34,7 +35,7 @@ class EngineConfig:
         for name, least in (("max_num_batched_tokens", 1), ("max_num_seqs", 1), ("max_model_len", 2), ("block_size", 1),
                             ("num_blocks", 2), ("depth", 1), ("threads", 1)):
             value = getattr(self, name)
-            if value is None and name in ("max_model_len", "num_blocks", "depth", "threads"):
+            if value is None and name in ("max_model_len", "block_size", "num_blocks", "depth", "threads"):
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise ConfigError(f"{name} is {value!r}; it must be an integer of at least {least}")

@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from engine.kernels.paged_triton import places_of
+from engine.kernels.paged_triton import blocks_of, places_of
 
 
 class Tuning(NamedTuple):
@@ -25,7 +25,7 @@ class Tuning(NamedTuple):
     stages: int
 
 
-HALF_PRECISION, FULL_PRECISION = Tuning(32, 2, 5), Tuning(16, 4, 2)
+HALF_PRECISION, FULL_PRECISION = Tuning(32, 2, 6), Tuning(16, 4, 2)
 
 
 @triton.jit
@@ -49,10 +49,12 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
     table = tables + slot.to(tl.int64) * table_stride
     keys = cache + kv_head * head_stride
     values = keys + KV_HEADS * head_stride
+    blocks = blocks_of(table, 0, length, BLOCK_SIZE, TILE)
     for start in range(0, length, TILE):
         tokens = start + tl.arange(0, TILE)
         inside = tokens < length
-        places = places_of(table, start, length, block_stride, token_stride, BLOCK_SIZE, TILE)[:, None] + dims[None, :]
+        places = places_of(blocks, start, block_stride, token_stride, BLOCK_SIZE, TILE)[:, None] + dims[None, :]
+        blocks = blocks_of(table, start + TILE, length, BLOCK_SIZE, TILE)
         seen = inside[:, None] if DIM == WIDE else inside[:, None] & (dims < DIM)[None, :]
         k = tl.load(keys + places, mask=seen, other=0.0)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale

@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from engine.kernels.paged_triton import places_of
+from engine.kernels.paged_triton import blocks_of, places_of
 
 
 class Tuning(NamedTuple):
@@ -39,19 +39,25 @@ def _fold(  # type: ignore[no-untyped-def]
 ):
     """Fold keys begin to end into the running softmax; row i sees keys up to last_seen[i], and with MASKED off all of them."""
     dims = tl.arange(0, WIDE)
+    blocks = blocks_of(table, begin, end, BLOCK_SIZE, TILE)
     for start in range(begin, end, TILE):
         tokens = start + tl.arange(0, TILE)
         inside = tokens < end
-        places = places_of(table, start, end, block_stride, token_stride, BLOCK_SIZE, TILE)[:, None] + dims[None, :]
-        seen = inside[:, None] if DIM == WIDE else inside[:, None] & (dims < DIM)[None, :]
-        k = tl.load(keys + places, mask=seen, other=0.0)
+        places = places_of(blocks, start, block_stride, token_stride, BLOCK_SIZE, TILE)[:, None] + dims[None, :]
+        blocks = blocks_of(table, start + TILE, end, BLOCK_SIZE, TILE)
+        if MASKED or DIM != WIDE:
+            seen = inside[:, None] & (dims < DIM)[None, :]
+            k = tl.load(keys + places, mask=seen, other=0.0)
+            v = tl.load(values + places, mask=seen, other=0.0)
+        else:
+            k = tl.load(keys + places)
+            v = tl.load(values + places)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
         if MASKED:
             scores = tl.where(inside[None, :] & (tokens[None, :] <= last_seen[:, None]), scores, float("-inf"))
         new_top = tl.maximum(top, tl.max(scores, axis=1))
         fade = tl.exp2(top - new_top)
         weights = tl.exp2(scores - new_top[:, None])
-        v = tl.load(values + places, mask=seen, other=0.0)
         total = total * fade + tl.sum(weights, axis=1)
         mixed = mixed * fade[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
         top = new_top

@@ -6,6 +6,8 @@ from engine.errors import ConfigError
 
 HOST, CARD = "cpu", "cuda"
 DEVICES = (HOST, CARD)
+BLOCK_SIZES = {HOST: 16, CARD: 32}
+"""Tokens a KV block when not given: vLLM's 16, and on a card what its attention kernels read at a time."""
 HOST_CACHE_BYTES = 4 << 30
 CARD_CACHE_SHARE = 0.5
 """Largest KV cache taken when the number of blocks is not given: bytes on the host, a share of the free memory on a card."""

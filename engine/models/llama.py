@@ -69,13 +69,15 @@ class Llama:
         cos, sin = self.cos.index_select(0, batch.positions), self.sin.index_select(0, batch.positions)
         x = F.embedding(batch.token_ids, self.embed)
         normed = ops.rms_norm(x, self.weights["0.attention_norm"], eps)
+        rows = slice(None) if batch.sample_rows is None else batch.sample_rows
         for i in range(self.config.num_layers):
             delta = self.attention(i, normed, cos, sin, batch, caches)
+            if batch.cuts_last_layer and i + 1 == self.config.num_layers:
+                delta, x, rows = delta[rows], x[rows], slice(None)
             normed, x = ops.add_rms_norm(delta, x, self.weights[f"{i}.mlp_norm"], eps)
             delta = self.mlp(i, normed)
             if i + 1 < self.config.num_layers:
                 normed, x = ops.add_rms_norm(delta, x, self.weights[f"{i + 1}.attention_norm"], eps)
-        rows = slice(None) if batch.sample_rows is None else batch.sample_rows
         return ops.add_rms_norm(delta[rows], x[rows], self.weights["norm"], eps)[0]
 
     def attention(

@@ -164,7 +164,9 @@ def workload(llm: LLM, passes: int, out: Path, name: str) -> dict[str, Any]:
             "distinct_ids_per_output": {"least": min(varied), "median": statistics.median(varied)}}
 
 
-DECODE_TUNINGS = ((32, 2, 5), (32, 2, 8), (32, 4, 8), (64, 2, 5), (64, 4, 3), (64, 4, 5), (64, 4, 7), (128, 4, 3), (128, 8, 4))
+DECODE_TUNINGS = ((32, 2, 4), (32, 2, 5), (32, 2, 6), (32, 2, 7), (32, 4, 6), (64, 2, 3), (64, 4, 3), (64, 4, 4))
+PREFILL_TUNINGS = ((32, 4, 2), (32, 4, 3), (32, 4, 4), (64, 4, 2), (64, 4, 3), (64, 8, 2), (64, 8, 3), (64, 8, 4), (128, 8, 2), (128, 8, 3))
+BLOCK_SIZES = (16, 32, 64)
 
 
 def _attend_layers(
@@ -179,19 +181,15 @@ def decode_tunings() -> list[dict[str, Any]]:
     """Decode attention alone, 36 layers' worth in one graph, over tile sizes, warps and stages: microseconds a layer, bytes a second."""
     heads, kv_heads, dim, rows, layers = 32, 8, 128, 32, 12
     out = []
-    for block_size, head_major in ((16, False), (32, False), (16, True), (32, True)):
+    for block_size in BLOCK_SIZES:
         width = -(-CONTEXT // block_size)
-        shape = (layers, 1 + rows * width, block_size, 2 * kv_heads, dim)
-        if head_major:
-            shape = (layers, 1 + rows * width, 2 * kv_heads, block_size, dim)
-        cache = torch.randn(shape, dtype=torch.bfloat16, device="cuda")
-        cache = cache.transpose(2, 3) if head_major else cache
+        cache = torch.randn(layers, 1 + rows * width, block_size, 2 * kv_heads, dim, dtype=torch.bfloat16, device="cuda")
         tables = (1 + torch.randperm(rows * width, device="cuda")).view(rows, width).int()
         query, result = (torch.randn(rows, heads, dim, dtype=torch.bfloat16, device="cuda") for _ in range(2))
         slots, lengths = torch.arange(rows, device="cuda").int(), torch.full((rows,), CONTEXT, device="cuda").int()
         for tuning in DECODE_TUNINGS:
             layers_once = partial(_attend_layers, query, cache, tables, slots, lengths, result, decode_kernel.Tuning(*tuning))
-            row: dict[str, Any] = {"block_size": block_size, "head_major": head_major, "tuning": tuning}
+            row: dict[str, Any] = {"block_size": block_size, "tuning": tuning}
             try:
                 us = 1e3 * statistics.median(platform_gpu.device_times(platform_gpu.captured(layers_once).replay, 30)) / layers
                 row |= {"us": us, "bytes_per_s": rows * CONTEXT * 2 * kv_heads * dim * 2 / us * 1e6}
@@ -202,10 +200,8 @@ def decode_tunings() -> list[dict[str, Any]]:
 
 
 def prefill_tunings() -> list[dict[str, Any]]:
-    """Prefill attention alone on 2,048 tokens in chunks as W has them, over tile sizes, warps and stages."""
-    heads, kv_heads, dim, width = 32, 8, 128, 65
-    cache = torch.randn(1 + 3 * width, 16, 2 * kv_heads, dim, dtype=torch.bfloat16, device="cuda")
-    tables = (1 + torch.randperm(3 * width, device="cuda")).view(3, width).int()
+    """Prefill attention alone on 2,048 tokens in chunks as W has them, over block and tile sizes, warps and stages."""
+    heads, kv_heads, dim, longest = 32, 8, 128, 1040
     query, result = (torch.randn(2048, heads, dim, dtype=torch.bfloat16, device="cuda") for _ in range(2))
     tiles, first, pairs = [], 0, 0
     for slot, (rows, begin) in enumerate(((40, 990), (1030, 0), (978, 0))):
@@ -215,16 +211,19 @@ def prefill_tunings() -> list[dict[str, Any]]:
     tiles.sort(key=lambda tile: -(tile[1] + tile[2]))
     there = torch.tensor(tiles, dtype=torch.int32, device="cuda")
     out = []
-    for tuning in ((32, 4, 3), (64, 4, 2), (64, 4, 3), (64, 8, 2), (64, 8, 3), (128, 8, 2), (128, 8, 3)):
-        act = lambda tuning=tuning: prefill_kernel.attention_prefill(  # noqa: E731
-            query, cache, tables, there, result, dim**-0.5, prefill_kernel.Tuning(*tuning))
-        row: dict[str, Any] = {"tuning": tuning}
-        try:
-            us = 1e3 * statistics.median(platform_gpu.device_times(act, 30))
-            row |= {"us": us, "flop_per_s": 4 * heads * dim * pairs / us * 1e6}
-        except Exception as error:  # one shape that does not fit must not end the rest
-            row["error"] = repr(error)[:200]
-        out.append(row)
+    for block_size in BLOCK_SIZES:
+        width = -(-longest // block_size)
+        cache = torch.randn(1 + 3 * width, block_size, 2 * kv_heads, dim, dtype=torch.bfloat16, device="cuda")
+        tables = (1 + torch.randperm(3 * width, device="cuda")).view(3, width).int()
+        for tuning in PREFILL_TUNINGS:
+            act = partial(prefill_kernel.attention_prefill, query, cache, tables, there, result, dim**-0.5, prefill_kernel.Tuning(*tuning))
+            row: dict[str, Any] = {"block_size": block_size, "tuning": tuning}
+            try:
+                us = 1e3 * statistics.median(platform_gpu.device_times(act, 30))
+                row |= {"us": us, "flop_per_s": 4 * heads * dim * pairs / us * 1e6}
+            except Exception as error:  # one shape that does not fit must not end the rest
+                row["error"] = repr(error)[:200]
+            out.append(row)
     return out
 
 
