@@ -29,7 +29,7 @@ PROTOCOL = 1
 REQUEST, MARKS, TRACES, OUTPUTS, RESULT = "request.json", "marks.jsonl", "requests.jsonl.gz", "outputs.json.gz", "result.json"
 """File names inside a leg folder."""
 
-PHASES = ("correctness", "warmup", "memory", "performance")
+PHASES = ("ceiling", "correctness", "warmup", "memory", "performance")
 CLIENTS = ("step", "async")
 MARK_NAMES = ("imported", "load_start", "loaded", "ready", "warm", "first_submit", "first_token", "last_token", "drained")
 """Marks of every leg, in the order they must appear.  `progress` marks (with a `tokens` count) may lie between first_submit and drained."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
+from harness.analysis.ceiling import CLIENT_BOUND, ClientShare
 from harness.analysis.tokens import LegDiff
 from harness.evidence import layout
 from harness.evidence.schema import MEASURED, Leg, Series
@@ -76,10 +78,12 @@ def refusal(ours: Leg, base: Leg) -> str | None:
     return None if a == b else f"refused: clients differ, {ours.arm} is {a} and {base.arm} is {b}; a ratio over two clients is none"
 
 
-def withheld(series: Series, diffs: list[LegDiff], ours: Leg, base: Leg) -> Reasons:
+def withheld(series: Series, diffs: list[LegDiff], shares: Mapping[str, ClientShare], ours: Leg, base: Leg) -> Reasons:
     """Why the numbers of a pair are shown without a verdict; empty when they may have one."""
     roles = {leg.arm: leg.record["role"] for leg in (ours, base)}
     reasons = [f"no verdict: {role} ({arm} {NOT_THE_PIN[role]})" for arm, role in roles.items() if role in NOT_THE_PIN]
+    reasons += [f"no verdict: CLIENT-BOUND ({arm} ran at up to {share.share:.0%} of the client's ceiling, {CLIENT_BOUND:.0%} is the limit: "
+                "the client's own time pulls the ratio towards 1)" for arm, share in shares.items() if arm in roles and share.bound]
     if "ours" in roles.values():
         reasons += [f"no verdict: {reason}" for reason in (*_correctness(series), *_wrong_tokens(diffs))]
     return reasons

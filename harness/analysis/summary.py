@@ -7,6 +7,7 @@ import json
 from typing import Any
 
 from harness.analysis import gates
+from harness.analysis.ceiling import CLIENT_BOUND, Ceiling, ClientShare, client_ceiling, client_share
 from harness.analysis.metrics import LegMetrics, leg_metrics
 from harness.analysis.occupancy import occupancy
 from harness.analysis.ratios import AXES, MEMORY, THROUGHPUT, Axis, ConsistencyError, check_throughputs, compare, mean
@@ -21,6 +22,9 @@ SCHEMA = 1
 
 Values = dict[str, dict[str, list[float | None]]]
 """arm -> axis -> one value per accepted block."""
+
+Shares = dict[str, ClientShare]
+"""arm -> how near it came to the client's ceiling."""
 
 OCCUPANCY_TOLERANCE = 0.01
 """Arms whose mean in-flight counts differ by more than this share are not equally loaded, and the summary says so."""
@@ -39,7 +43,9 @@ def summarize(series: Series) -> dict[str, Any]:
         diffs = series_diffs(series)
     except TokensError as error:
         diffs, failed, reasons = [], Exit.ERROR, [str(error), *reasons]
-    pairs = [_pair(series, diffs, values, pair, failed) for pair in series.plan["pairs"]]
+    ceiling = client_ceiling(series.ceiling.traces) if series.ceiling else None
+    shares = _client_shares(series, ceiling)
+    pairs = [_pair(series, diffs, values, shares, pair, failed) for pair in series.plan["pairs"]]
     primary = pairs[0]
     if failed is None and (broken := [reason for pair in pairs for reason in pair["errors"]]):
         failed, reasons = Exit.ERROR, broken
@@ -62,6 +68,7 @@ def summarize(series: Series) -> dict[str, Any]:
         "arm_order": series.arms,
         "arms": arms,
         "tokens": [_token_row(leg_diff) for leg_diff in diffs],
+        "ceiling": _ceiling_row(series, ceiling, shares),
         "occupancy_warnings": _occupancy_warnings(series, arms),
         "correctness": series.gate,
         "attempts": [_attempt_row(attempt) for attempt in series.attempts],
@@ -74,6 +81,29 @@ def summarize(series: Series) -> dict[str, Any]:
         "manifest_head": series.head,
     }
     return dict(json.loads(to_json(summary)))  # as a reader of summary.json sees it, whoever calls
+
+
+def _client_shares(series: Series, ceiling: Ceiling | None) -> Shares:
+    """For each arm called through the ceiling's client, its performance leg that came nearest to the ceiling."""
+    if ceiling is None or series.ceiling is None or series.ceiling.request is None:
+        return {}
+    client = series.ceiling.request.client
+    shares: Shares = {}
+    for arm in series.arms:
+        legs = [leg for leg in series.legs(arm) if leg.phase == "performance" and leg.request and leg.request.client == client]
+        if legs:
+            shares[arm] = max((client_share(leg.traces, ceiling) for leg in legs), key=lambda found: found.share)
+    return shares
+
+
+def _ceiling_row(series: Series, ceiling: Ceiling | None, shares: Shares) -> dict[str, Any] | None:
+    """The client's ceiling and how near each arm came to it; None when no ceiling was measured."""
+    if ceiling is None or series.ceiling is None or series.ceiling.request is None:
+        return None
+    return {
+        "client": series.ceiling.request.client, "limit": CLIENT_BOUND, **dataclasses.asdict(ceiling),
+        "arms": {arm: dataclasses.asdict(shares[arm]) if arm in shares else None for arm in series.arms},
+    }
 
 
 def _arm(series: Series, arm: str) -> dict[str, Any]:
@@ -131,7 +161,7 @@ def _axis_values(arm: dict[str, Any], axis: str) -> list[float | None]:
     return [leg[name][statistic] if leg[name] is not None else None for leg in arm["performance"]]
 
 
-def _pair(series: Series, diffs: list[LegDiff], values: Values, pair: list[str], failed: Exit | None) -> dict[str, Any]:
+def _pair(series: Series, diffs: list[LegDiff], values: Values, shares: Shares, pair: list[str], failed: Exit | None) -> dict[str, Any]:
     """All axes of one pair.  `refused`: no ratios at all; `withheld`: ratios without a verdict; `errors`: the arithmetic does not hold."""
     ours, base = (series.legs(arm) for arm in pair)
     out: dict[str, Any] = {
@@ -142,7 +172,7 @@ def _pair(series: Series, diffs: list[LegDiff], values: Values, pair: list[str],
         return {**out, "refused": f"refused: no accepted block of {pair[0]} and {pair[1]}"}
     if refused := gates.refusal(ours[0], base[0]):
         return {**out, "refused": refused}
-    out["withheld"] = gates.withheld(series, diffs, ours[0], base[0])
+    out["withheld"] = gates.withheld(series, diffs, shares, ours[0], base[0])
     if failed is not None:
         out["withheld"].append(f"no verdict: the series is {failed.name}")
     margin = series.plan["verdict"]["margin"]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 SPEC, PLAN, SERIES, LOCK = "spec.toml", "plan.json", "series.json", "lock"
 MANIFEST = "manifest.jsonl"
-STAGE, CORRECTNESS, WARMUP, BLOCKS = "stage", "correctness", "warmup", "blocks"
+STAGE, CEILING, CORRECTNESS, WARMUP, BLOCKS = "stage", "ceiling", "correctness", "warmup", "blocks"
 GATE = "gate.json"
 LEG, BLOCK, IDLE, GUARD, MEMORY = "leg.json", "block.json", "idle.json", "guard.json", "memory.jsonl.gz"
 PAGE_CACHE, TELEMETRY = "page_cache.json", "telemetry.jsonl.gz"
@@ -17,6 +17,9 @@ SUMMARY, REPORT, PLOTS, LOGS = "summary.json", "report.md", "plots", "logs"
 
 DERIVED = frozenset({SUMMARY, REPORT, PLOTS, LOGS})
 """Top-level names that are no evidence: rebuilt at will, or kept for people.  The manifest knows nothing of them."""
+
+SINGLE = (CEILING, CORRECTNESS, WARMUP)
+"""Phases of one block each."""
 
 ATTEMPT = "attempt-"
 
@@ -26,13 +29,13 @@ def block_name(phase: str, repetition: int) -> str:
 
 
 def leg_name(phase: str, repetition: int, arm: str) -> str:
-    """The name of a leg in plan.json and leg.json, such as `performance-2-on`; warm-up and correctness legs have no repetition."""
-    return f"{phase}-{arm}" if phase in (WARMUP, CORRECTNESS) else f"{phase}-{repetition}-{arm}"
+    """The name of a leg in plan.json and leg.json, such as `performance-2-on`; legs of a phase of one block have no repetition."""
+    return f"{phase}-{arm}" if phase in SINGLE else f"{phase}-{repetition}-{arm}"
 
 
 def attempts_folder(series: Path, phase: str, repetition: int) -> Path:
-    """The folder that holds all attempts of a block.  Warm-up and correctness are one block each; their `repetition` is not looked at."""
-    return series / phase if phase in (WARMUP, CORRECTNESS) else series / BLOCKS / block_name(phase, repetition)
+    """The folder that holds all attempts of a block.  In a phase of one block the `repetition` is not looked at."""
+    return series / phase if phase in SINGLE else series / BLOCKS / block_name(phase, repetition)
 
 
 def block_folder(series: Path, phase: str, repetition: int, attempt: int) -> Path:

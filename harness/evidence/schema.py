@@ -35,6 +35,8 @@ SCHEMA = 1
 STATUSES = ("ok", "void", "failed", "hung", "interrupted")
 ROLES = ("ours", "pin", "older-release", "eager", "reduced-build")
 MEASURED = ("memory", "performance")
+NULL_ARM = "null"
+"""The name, and the driver, of the client's ceiling leg."""
 
 T = TypeVar("T")
 Fields = Mapping[str, type | tuple[type, ...]]
@@ -109,13 +111,17 @@ class Attempt:
 
 @dataclass(frozen=True, kw_only=True)
 class Series:
-    """A series as evidence: the plan, who and where, the gate (None when there is none), every attempt, and the manifest's head."""
+    """A series as evidence: the plan, who and where, the gate (None when there is none), every attempt, and the manifest's head.
+
+    `ceiling` is the client's leg against the null engine, its first attempt that is ok; None when there is none.
+    """
 
     plan: dict[str, Any]
     record: dict[str, Any]
     gate: dict[str, Any] | None
     attempts: tuple[Attempt, ...]
     head: str
+    ceiling: Leg | None = None
 
     @property
     def arms(self) -> list[str]:
@@ -150,7 +156,8 @@ def load_series(path: Path) -> Series:
         for phase, repetition, order in blocks
         for number in layout.attempts(path, phase, repetition)
     ]
-    return Series(plan=plan, record=record, gate=gate, attempts=tuple(attempts), head=read_manifest(path).head)
+    return Series(plan=plan, record=record, gate=gate, attempts=tuple(attempts), head=read_manifest(path).head,
+                  ceiling=_load_ceiling(path, plan))
 
 
 def _load_plan(series: Path) -> dict[str, Any]:
@@ -169,6 +176,21 @@ def _load_plan(series: Path) -> dict[str, Any]:
     for pair in plan["pairs"]:
         _need(len(pair) == 2 and set(pair) <= names, layout.PLAN, "pairs", pair, "two names of arms")
     return plan
+
+
+def _load_ceiling(series: Path, plan: dict[str, Any]) -> Leg | None:
+    """The first attempt's leg of phase `ceiling` whose record is `ok`: the workload of the arms, run by the null engine."""
+    for number in layout.attempts(series, layout.CEILING, 1):
+        folder = layout.leg_folder(series, layout.CEILING, 1, number, NULL_ARM)
+        if not (folder / layout.LEG).exists():
+            continue
+        leg = _load_leg(series, plan, layout.CEILING, 1, number, NULL_ARM)
+        if leg.record["status"] == "ok":
+            leg = _load_streams(series, plan, leg, folder)
+            driver = leg.request.driver if leg.request else None
+            _need(driver == NULL_ARM, _shown(series, folder / REQUEST), "driver", driver, f"`{NULL_ARM}`, which alone shows the ceiling")
+            return leg
+    return None
 
 
 def _load_attempt(series: Path, plan: dict[str, Any], phase: str, repetition: int, number: int, order: list[str] | None) -> Attempt:
@@ -218,9 +240,9 @@ def _load_streams(series: Path, plan: dict[str, Any], leg: Leg, folder: Path) ->
         raise EvidenceError(f"{_shown(series, folder)}: an `ok` leg without {REQUEST} or {RESULT}")
     request, result = leg.request, leg.result
     _guarded(series, folder / RESULT, lambda: check_result(result, request))
-    declared = next(arm for arm in plan["arms"] if arm["name"] == leg.arm)
-    _need(request.client == result["client"] == declared["client"], _shown(series, folder / RESULT), "client", result["client"],
-          f"{declared['client']!r} as planned, {request.client!r} as requested")
+    declared = next((arm["client"] for arm in plan["arms"] if arm["name"] == leg.arm), request.client)
+    _need(request.client == result["client"] == declared, _shown(series, folder / RESULT), "client", result["client"],
+          f"{declared!r} as planned, {request.client!r} as requested")
     for file in (TRACES, OUTPUTS):
         found = _guarded(series, folder / file, lambda file=file: sha256((folder / file).read_bytes()))  # type: ignore[misc]
         _need(result["files"].get(file) == found, _shown(series, folder / RESULT), f"files[{file}]", result["files"].get(file),

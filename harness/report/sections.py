@@ -81,6 +81,27 @@ def _occupancy(summary: Summary) -> list[str]:
     return ["## Occupancy", "", *said, "", *folded("Occupancy of each performance leg", [note, "", *table(header, rows)])]
 
 
+def _ceiling(summary: Summary) -> list[str]:
+    ceiling = summary["ceiling"]
+    if ceiling is None:
+        return ["## Client ceiling", "", "Not measured: this series has no leg against the null engine.", ""]
+    rows = [
+        [name, number((arm or {}).get("requests_per_s")), number((arm or {}).get("deltas_per_s")), *_client_share(arm)]
+        for name, arm in ((name, ceiling["arms"][name]) for name, _ in arms_in_order(summary))
+    ]
+    return [
+        "## Client ceiling", "",
+        f"Against an engine that answers at once the `{cell(ceiling['client'])}` client reaches {number(ceiling['requests_per_s'])} "
+        f"requests/s and {number(ceiling['deltas_per_s'], 0)} deltas/s: {number(ceiling['seconds_per_delta'], 3, 1e6)} µs a delta, which "
+        f"adds {number(ceiling['tpot'], 3, 1e6)} µs to TPOT. An arm above {percent(ceiling['limit'], 0)} of it is CLIENT-BOUND: no verdict.", "",
+        *table(["arm, its nearest leg", "requests/s", "deltas/s", "of the ceiling", "so"], rows),
+    ]
+
+
+def _client_share(arm: Summary | None) -> list[str]:
+    return [NONE, NONE] if arm is None else [percent(arm["share"]), "CLIENT-BOUND" if arm["bound"] else "the engine's"]
+
+
 def _memory(summary: Summary) -> list[str]:
     rows = [
         [leg["leg"], *(number(leg[name], 1, 1 / MIB) for name in ("peak_pss", "stable_pss")), (leg["peak"] or {}).get("phase"),
@@ -159,5 +180,5 @@ def _reproduce(summary: Summary) -> list[str]:
     ]
 
 
-ALL = (_tokens, _correctness, _occupancy, _memory, _attempts, _latencies, _identities, _machine, _reproduce)
+ALL = (_tokens, _correctness, _occupancy, _ceiling, _memory, _attempts, _latencies, _identities, _machine, _reproduce)
 """In the order in which a report shows them."""

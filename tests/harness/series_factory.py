@@ -41,6 +41,8 @@ class Recipe:
     """Arms that prefill all waiting requests in one step, so that their requests also end together."""
     noise: float = 0.004
     seed: int = 1
+    ceiling_us: int | None = None
+    """Time of one step of the null engine; None: the series has no ceiling leg."""
     primary: str = "total_throughput"
     margin: float = 0.02
     dirty: bool | None = False
@@ -102,6 +104,8 @@ def _make(path: Path, recipe: Recipe) -> Path:
         "repository": {"commit": "c0ffee" * 6 + "c0ff", "dirty": recipe.dirty},
     })
     record(path, [layout.SPEC, layout.PLAN, layout.SERIES])
+    if recipe.ceiling_us is not None:
+        _ceiling(path, recipe, plan, rng)
     if recipe.planned_gate:
         _attempts(path, recipe, plan, rng, {"phase": layout.CORRECTNESS, "repetition": 1, "order": plan["correctness"]["arms"]})
     if recipe.gate is not None:
@@ -167,6 +171,16 @@ def _attempts(path: Path, recipe: Recipe, plan: dict[str, Any], rng: random.Rand
             _leg(path, recipe, plan, rng, place, arm, roles[arm], status, position)
         _block(path, place, order, status)
         record_tree(path, layout.block_folder(path, *place).relative_to(path).as_posix())
+
+
+def _ceiling(path: Path, recipe: Recipe, plan: dict[str, Any], rng: random.Random) -> None:
+    """The client's ceiling as the runner leaves it: one leg of an arm that no plan lists."""
+    null = {"name": "null", "driver": "null", "client": "step", "options": {}}
+    made_up = dataclasses.replace(recipe, step_us={"null": recipe.ceiling_us or 0}, noise=0.0, tokens=None)
+    place = (layout.CEILING, 1, 1)
+    _leg(path, made_up, {**plan, "arms": [null]}, rng, place, "null", "ours", "ok", 0)
+    _block(path, place, ["null"], "ok")
+    record_tree(path, layout.block_folder(path, *place).relative_to(path).as_posix())
 
 
 def _leg(path: Path, recipe: Recipe, plan: dict[str, Any], rng: random.Random, place: tuple[str, int, int], arm: str, role: str,

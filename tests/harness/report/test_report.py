@@ -224,6 +224,20 @@ def test_figures_are_plain_svg_without_a_date(built: tuple[Path, dict[str, Any]]
     assert all("opacity: 0" in node.get("style", "") for node in backgrounds)
 
 
+def test_the_client_s_ceiling_is_shown_or_said_to_be_missing(built: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    assert "Not measured: this series has no leg against the null engine." in page(built[1])
+    series = make_series(tmp_path / "series", ceiling_us=10, step_us={"on": 800, "off": 50, "pin": 1000})
+    text = page(summary := build_report(series))
+    ceiling = summary["ceiling"]
+    assert f"{ceiling['requests_per_s']:,.2f} requests/s" in text and f"{ceiling['seconds_per_delta'] * 1e6:.3f} µs a delta" in text
+    section = text.split("## Client ceiling")[1].split("## ")[0]
+    on, off, _ = (row for row in section.splitlines() if row.startswith("| o") or row.startswith("| pin"))
+    assert on.endswith(f"| {ceiling['arms']['on']['share']:.2%} | the engine's |".replace("%", " %"))
+    assert off.endswith("| CLIENT-BOUND |") and "| **off [ours] / pin [pin]** |" in text
+    glance = next(line for line in text.splitlines() if line.startswith("| **off [ours] / pin [pin]**"))
+    assert glance.endswith("| no verdict: CLIENT-BOUND |")
+
+
 def test_equal_occupancy_is_claimed_only_of_arms_that_ran(built: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
     claim = "equally full, within 1 %"
     assert claim in page(built[1])
