@@ -106,6 +106,26 @@ def scoreboard(
     return Exit.PASS if same else Exit.FAIL
 
 
+@app.command("recheck-idle")
+def recheck_idle(series: SeriesArgument, as_json: JsonOption = False) -> int:
+    """Judge a series' stored idle snapshots again; exit 3 when a leg ran on a contended machine."""
+    from harness.machine.idle_rule import limits_from_environment
+    from harness.series.recheck import recheck_idle as judge
+    from harness.series.recheck import recheck_lines
+
+    try:
+        limits = limits_from_environment()
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    found = judge(series, limits)
+    if as_json:
+        print(json.dumps(found, indent=2))
+    else:
+        for line in recheck_lines(found):
+            out_console.print(line, markup=False, highlight=False, soft_wrap=True)
+    return Exit.PASS if found["label"] == "idle" else Exit.VOID
+
+
 @tokens_app.command("diff")
 def tokens_diff(
     series: SeriesArgument,

@@ -53,8 +53,8 @@ def decide(sample: Mapping[str, Any], limits: IdleLimits) -> list[str]:
     reasons = _decide_cpu(sample["cpu"], limits)
     for gpu in sample["gpus"] or ():
         reasons += [f"gpu {gpu['index']} ({gpu['name']}): {reason}" for reason in _decide_gpu(gpu, limits)]
-    if sample["gpu_error"] is not None:
-        reasons.append(f"gpu unreadable: {sample['gpu_error']}")
+    if (error := sample.get("gpu_error")) is not None:  # absent from the first series' snapshots
+        reasons.append(f"gpu unreadable: {error}")
     return reasons
 
 
