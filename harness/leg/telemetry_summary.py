@@ -8,7 +8,7 @@ from itertools import accumulate
 from statistics import median
 from typing import Any
 
-from harness.machine.gpu import THROTTLED, event_names
+from harness.machine.gpu import POWER_CAPPED, THROTTLED, event_names
 
 Row = Mapping[str, Any]
 
@@ -16,7 +16,8 @@ WINDOW_S = 5.0
 """Foreign CPU time and steal are judged over windows of this length: one burst of housekeeping of under limit x window x cores (0.3 s of
 CPU time on two cores at 3 %) is what any machine has; more of it is company."""
 CLOCK_SPREAD_MAX = 0.05
-"""Highest over lowest SM clock, less one, of a card at work within the measured window."""
+"""Highest over lowest SM clock, less one, of a card at work within the measured window.  Under a software power cap the clock follows the
+load itself (an H200 at its 700 W: 1350 MHz in matrix products, 1965 MHz a moment later), so such samples are recorded and not judged."""
 CLOCK_SAMPLES_MIN = 3
 OWN_SHARE_MAX = 0.02
 """Of one core: what runner and watcher may use in a performance leg before it is noted."""
@@ -30,8 +31,9 @@ def summarise_telemetry(
 
     - `samples`, `max_gap_s`, `own_cpu_share`: looks, the longest time between two, CPU time of runner and watcher in cores.
     - `cpu`: shares of all cores: `foreign` (unattributed included) and `steal` over the leg, and each one's worst window.
-    - `gpus`, by card: `utilisation_max`, `memory_used_max` (bytes), `clock_event_reasons` (names), and `sm_clock_mhz` {min, median, max,
-      spread} over the samples between first_submit and last_token in which it worked; None when they are under three.
+    - `gpus`, by card: `utilisation_max`, `memory_used_max` (bytes), `clock_event_reasons` (names), and {min, median, max, spread, samples}
+      of the SM clock over the samples between first_submit and last_token in which it worked: `sm_clock_mhz` of those without a software
+      power cap, `sm_clock_capped_mhz` of those with it; None when they are under three.
     """
     samples, end = [row for row in rows if row["kind"] == "sample"], rows[-1]
     share = end["cpu_s"] / end["wall_s"] if end["wall_s"] else None
@@ -146,12 +148,17 @@ def _judge_card(cards: Sequence[Row], measured: Sequence[Row]) -> tuple[dict[str
         mask |= card["clock_event_reasons"] or 0
     if mask & THROTTLED:
         reasons.append(f"clock event: {', '.join(event_names(mask & THROTTLED))}: cool the card, or mend its power")
-    clock = _clock([card["sm_clock_mhz"] for card in measured if card["utilisation"] and card["sm_clock_mhz"]])
+    working = [card for card in measured if card["utilisation"] and card["sm_clock_mhz"]]
+    clock, capped = (
+        _clock([card["sm_clock_mhz"] for card in working if bool((card["clock_event_reasons"] or 0) & POWER_CAPPED) is is_capped])
+        for is_capped in (False, True)
+    )
     if clock is not None and clock["spread"] > CLOCK_SPREAD_MAX:
         reasons.append(f"SM clock from {clock['min']} to {clock['max']} MHz within the measured window "
                        f"(at most {CLOCK_SPREAD_MAX:.0%} apart)")
     return {
         "index": cards[0]["index"], "uuid": cards[0]["uuid"], "name": cards[0]["name"], "sm_clock_mhz": clock,
+        "sm_clock_capped_mhz": capped,
         "utilisation_max": _highest(cards, "utilisation"), "memory_used_max": _highest(cards, "memory_used"),
         "clock_event_reasons": event_names(mask),
     }, reasons
@@ -160,7 +167,8 @@ def _judge_card(cards: Sequence[Row], measured: Sequence[Row]) -> tuple[dict[str
 def _clock(clocks: Sequence[int]) -> dict[str, Any] | None:
     if len(clocks) < CLOCK_SAMPLES_MIN:
         return None
-    return {"min": min(clocks), "median": median(clocks), "max": max(clocks), "spread": max(clocks) / min(clocks) - 1}
+    return {"min": min(clocks), "median": median(clocks), "max": max(clocks), "spread": max(clocks) / min(clocks) - 1,
+            "samples": len(clocks)}
 
 
 def _highest(cards: Sequence[Row], field: str) -> int | None:

@@ -19,6 +19,7 @@ EVENT_REASONS = {
     1 << 5: "software thermal slowdown", 1 << 6: "hardware thermal slowdown", 1 << 7: "power brake", 1 << 8: "display clocks",
 }
 """Why the clocks are what they are: the bits of NVML's nvmlClocksEventReason* (nvml.h)."""
+POWER_CAPPED = 1 << 2
 THROTTLED = 1 << 3 | 1 << 5 | 1 << 6 | 1 << 7
 """The bits under which no number counts: heat, or the board's supply.  A software power cap is how a card under full load runs."""
 

@@ -101,7 +101,8 @@ def wrong_times(folder: Path, traces: Sequence[Trace]) -> list[str]:
 def clock_offsets(telemetry: Mapping[str, Mapping[str, Any] | None]) -> list[str]:
     """Reasons to void a block: a card whose median SM clock lies more than 1 % apart between two arms, from their legs' telemetry by arm.
 
-    A byte-identical kernel follows the clock, so arms at two clocks are not one machine.  A card that an arm did not work on has none.
+    A byte-identical kernel follows the clock, so arms at two clocks are not one machine.  A card that an arm did not work on has none,
+    nor has one under a software power cap: there the clock follows what the arm itself asks of it.
     """
     medians: dict[tuple[int, str], dict[str, float]] = {}
     for arm, summary in telemetry.items():

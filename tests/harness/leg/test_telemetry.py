@@ -141,11 +141,14 @@ def test_time_of_the_arms_short_lived_children_is_its_own() -> None:
 
 
 def test_a_busy_card_of_the_arm_counts() -> None:
-    summary, reasons = gpu_leg({"reasons": 0b100})
+    summary, reasons = gpu_leg({})
     assert reasons == []
     (card,) = summary["gpus"]
-    assert card["sm_clock_mhz"] == {"min": 1980, "median": 1980, "max": 1980, "spread": 0}
-    assert card["clock_event_reasons"] == ["software power cap"]
+    clock = card["sm_clock_mhz"]
+    assert (clock["min"], clock["median"], clock["max"], clock["spread"]) == (1980, 1980, 1980, 0)
+    assert 26 <= clock["samples"] <= 29
+    assert card["sm_clock_capped_mhz"] is None
+    assert card["clock_event_reasons"] == ["idle"]
     assert (card["utilisation_max"], card["memory_used_max"]) == (97, 20 << 30)
 
 
@@ -165,6 +168,16 @@ def test_a_busy_card_of_the_arm_counts() -> None:
 )
 def test_trouble_of_a_card_voids_the_leg(card: dict[str, Any], reason: str) -> None:
     assert gpu_leg(card)[1] == [f"gpu 0 (Fake H200): {reason}"]
+
+
+def test_a_software_power_cap_is_recorded_with_its_clocks_and_not_judged() -> None:
+    """As seen on an H200 at full load, whose clock then follows the kernels' own appetite."""
+    summary, reasons = gpu_leg({"reasons": between(15, 40, 0b100, 0), "clock": between(15, 25, 1350, 1980)})
+    assert reasons == []
+    (card,) = summary["gpus"]
+    assert card["clock_event_reasons"] == ["software power cap"]
+    assert (card["sm_clock_capped_mhz"]["min"], card["sm_clock_capped_mhz"]["max"]) == (1350, 1980)
+    assert (card["sm_clock_mhz"]["min"], card["sm_clock_mhz"]["max"]) == (1980, 1980)
 
 
 def test_each_card_is_watched_on_its_own() -> None:
