@@ -14,7 +14,8 @@ from harness.machine.identity import repository_record
 from harness.machine.idle import check_idle
 from harness.machine.idle_rule import IdleLimits
 from harness.machine.lock import LockBusy, LockError, SeriesLock, lock_path
-from harness.oracle import describe_oracle, list_oracles
+from harness.oracle import OracleError, describe_oracle, list_oracles
+from harness.oracle_env import refuse_unfit
 from harness.series.model import LISTING, models_folder
 
 FREE_DISK_GIB = 5
@@ -26,7 +27,7 @@ def examine(root: Path) -> list[dict[str, Any]]:
     the lowest use of GPU memory seen, beside the lock."""
     checks: list[tuple[str, Callable[[Path], tuple[bool, str]]]] = [
         ("system", _system), ("disk", _disk), ("memory accounting", _smaps), ("gpu", _gpu), ("lock", _lock), ("idle", _idle),
-        ("oracles", _oracles), ("models", _models), ("tree", _tree),
+        ("oracles", _oracles), ("toolkit", _toolkit), ("models", _models), ("tree", _tree),
     ]
     findings = []
     for name, check in checks:
@@ -85,6 +86,20 @@ def _oracles(root: Path) -> tuple[bool, str]:
     if installed:
         return True, f"installed: {', '.join(installed)}" + (f"; not installed: {missing}" if missing else "")
     return False, f"none installed of {missing}; run `parity oracle install NAME`"
+
+
+def _toolkit(root: Path) -> tuple[bool, str]:
+    """Driver, toolkit, torch and extensions of each installed oracle that needs an accelerator."""
+    told = []
+    for oracle in list_oracles(root):
+        if describe_oracle(oracle, root)["installed"]:
+            try:
+                versions = refuse_unfit(oracle, root, os.environ)
+            except OracleError as error:
+                return False, str(error)
+            if versions is not None:
+                told.append(f"{oracle.name}: " + ", ".join(f"{name} {value or 'unknown'}" for name, value in versions.items()))
+    return True, "; ".join(told) or "no installed oracle needs one"
 
 
 def _models(root: Path) -> tuple[bool, str]:

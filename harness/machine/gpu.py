@@ -62,6 +62,8 @@ class GpuIdentity:
     uuid: str | None
     name: str | None
     driver: str | None
+    cuda_driver: str | None
+    """The newest CUDA that the driver takes, `major.minor`."""
     compute_capability: str | None
     memory_total: int | None
 
@@ -160,6 +162,7 @@ class Gpu:
             uuid=read(lambda: _text(nvml.nvmlDeviceGetUUID(handle))),
             name=read(lambda: _text(nvml.nvmlDeviceGetName(handle))),
             driver=read(lambda: _text(nvml.nvmlSystemGetDriverVersion())),
+            cuda_driver=read(lambda: "{}.{}".format(*_version(int(nvml.nvmlSystemGetCudaDriverVersion())))),
             compute_capability=read(lambda: "{}.{}".format(*nvml.nvmlDeviceGetCudaComputeCapability(handle))),
             memory_total=read(lambda: int(nvml.nvmlDeviceGetMemoryInfo(handle, version=nvml.nvmlMemory_v2).total)),
         )
@@ -173,6 +176,11 @@ def read_gpus() -> list[GpuSample] | None:
 
 def _pids(processes: Sequence[Any]) -> tuple[int, ...]:
     return tuple(sorted(int(process.pid) for process in processes))
+
+
+def _version(number: int) -> tuple[int, int]:
+    """1000 x major + 10 x minor, as NVML and cuda.h have it."""
+    return number // 1000, number % 1000 // 10
 
 
 def _text(value: str | bytes) -> str:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.oracle import Oracle, oracle_python, oracle_site
+from harness.oracle_env import resolve_oracle_env
 from legs.protocol import MODEL_VARIABLE, SITE_VARIABLE
 
 PASSED = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "LD_LIBRARY_PATH", "CUDA_VISIBLE_DEVICES")
@@ -30,6 +31,8 @@ class Launch:
     argv: list[str]
     environment: dict[str, str]
     shown: list[str]
+    oracle_environment: dict[str, Any] | None
+    """Which toolkit VLLM_CUDA_HOME chose; None for an arm that has no use for one."""
 
 
 def launch(arm: Mapping[str, Any], stage: Path, model: Path, oracle: Oracle | None, root: Path) -> Launch:
@@ -45,12 +48,14 @@ def launch(arm: Mapping[str, Any], stage: Path, model: Path, oracle: Oracle | No
         site = oracle_site(oracle, root)
         python, flags, sites = str(oracle_python(oracle, root)), ["-P"], [str(site)] if site else []
     environment = {name: os.environ[name] for name in PASSED if name in os.environ}
-    environment |= {**FIXED, **arm["environment"]}
+    chosen = resolve_oracle_env(os.environ) if oracle is not None and oracle.machine.accelerator == "cuda" else None
+    environment |= {**FIXED, **(chosen.variables if chosen else {}), **arm["environment"]}
     environment["PYTHONPATH"] = os.pathsep.join([str(stage), *sites])
     environment[SITE_VARIABLE] = os.pathsep.join(sites)
     environment[MODEL_VARIABLE] = str(model)
     return Launch(argv=[python, *flags, "-m", module], environment=environment,
-                  shown=[oracle.name if oracle else "self", *flags, "-m", module])
+                  shown=[oracle.name if oracle else "self", *flags, "-m", module],
+                  oracle_environment=chosen.record if chosen else None)
 
 
 def package_folders() -> list[str]:

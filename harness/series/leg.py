@@ -121,7 +121,7 @@ def _run(context: Context, place: LegPlace, folder: Path, record: dict[str, Any]
     logs.mkdir(parents=True, exist_ok=True)
     started = time.monotonic_ns()
     record |= {
-        "argv": command.shown, "started_ns": started,
+        "argv": command.shown, "oracle_environment": command.oracle_environment, "started_ns": started,
         "since_previous_s": None if context.previous_end_ns is None else (started - context.previous_end_ns) / 1e9,
     }
     watched = _supervise(context, place, folder, command, logs)

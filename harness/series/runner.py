@@ -17,6 +17,7 @@ from harness.machine.idle import check_idle
 from harness.machine.idle_rule import IdleLimits, limits_from_environment
 from harness.machine.lock import LockBusy, LockError, SeriesLock
 from harness.oracle import Oracle, OracleError, load_oracle, oracle_python
+from harness.oracle_env import refuse_unfit
 from harness.report.build import build_report
 from harness.series import checks, gate
 from harness.series.leg import Context, LegPlace, run_leg
@@ -79,6 +80,7 @@ def run_series(
         lengths = _prompt_lengths(root, spec, spec_path.name)
         for oracle in prepared.oracles.values():
             oracle_python(oracle, root)
+            refuse_unfit(oracle, root, os.environ)
     except (ModelError, OracleError, ProtocolError) as error:
         raise Refused(str(error)) from None
     if out.exists() != resume:

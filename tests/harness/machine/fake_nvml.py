@@ -46,6 +46,9 @@ class FakeNvml:
     def nvmlSystemGetDriverVersion(self) -> str:  # noqa: N802
         return "580.1"
 
+    def nvmlSystemGetCudaDriverVersion(self) -> int:  # noqa: N802
+        return 13020
+
     def nvmlDeviceGetUtilizationRates(self, card: int) -> Any:  # noqa: N802
         return SimpleNamespace(gpu=self._value(card, "utilization"))
 

@@ -76,7 +76,8 @@ def test_machine_hides_its_name() -> None:
         (FakeNvml(init_error=pynvml.NVML_ERROR_UNKNOWN), None),
         (
             FakeNvml({"total": pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)}),
-            [{"index": 0, "uuid": "GPU-0", "name": "Fake H200", "driver": "580.1", "compute_capability": "9.0", "memory_total": None}],
+            [{"index": 0, "uuid": "GPU-0", "name": "Fake H200", "driver": "580.1", "cuda_driver": "13.2", "compute_capability": "9.0",
+              "memory_total": None}],
         ),
     ],
 )
