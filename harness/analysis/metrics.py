@@ -10,11 +10,14 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
+from scipy import stats
 
 from legs.protocol import Trace
 
 PERCENTILE_FLOORS = {90: 64, 95: 130, 99: 662}
 """Fewest samples that certify a percentile at 99 % confidence (MLPerf loadgen's rule); below them a percentile is null."""
+
+BOUND_CONFIDENCE = 0.99
 
 
 @dataclass(frozen=True)
@@ -44,7 +47,10 @@ class RequestMetrics:
 
 @dataclass(frozen=True, kw_only=True)
 class Distribution:
-    """Samples in seconds summed up: percentiles by linear interpolation between order statistics, null below their floor."""
+    """Samples in seconds summed up: percentiles by linear interpolation between order statistics, null below their floor.
+
+    `p90_upper` and its like are the one-sided 99 % upper bounds of those percentiles (:func:`percentile_bound`).
+    """
 
     n: int
     mean: float
@@ -52,6 +58,9 @@ class Distribution:
     p90: float | None
     p95: float | None
     p99: float | None
+    p90_upper: float | None
+    p95_upper: float | None
+    p99_upper: float | None
     maximum: float
 
 
@@ -105,7 +114,7 @@ def leg_metrics(traces: Sequence[Trace]) -> LegMetrics:
         ttft=distribution([r.ttft for r in requests]), ttft_scheduled=distribution([r.ttft_scheduled for r in requests]),
         tpot=distribution(tpot) if tpot else None,
         tpot_by_token=sum(gap.seconds for gap in gaps) / following if following else None,
-        itl=distribution(np.repeat([g.seconds / g.ids for g in gaps], [g.ids for g in gaps]).tolist()) if decoded else None,
+        itl=distribution(np.repeat([g.seconds / g.ids for g in gaps], [g.ids for g in gaps]).tolist(), len(gaps)) if decoded else None,
         worst_gap=max((gap.seconds for gap in gaps), default=None), e2e=distribution([r.e2e for r in requests]),
     )
 
@@ -115,18 +124,36 @@ def window_seconds(traces: Sequence[Trace]) -> float:
     return _seconds(max(trace.stamps[-1][0] for trace in traces) - min(trace.submitted_ns for trace in traces))
 
 
-def distribution(samples: Sequence[float]) -> Distribution:
-    """Sum up at least one sample."""
-    values = np.asarray(samples, dtype=np.float64)
+def distribution(samples: Sequence[float], observed: int | None = None) -> Distribution:
+    """Sum up at least one sample.
+
+    `observed` is how many were really observed when `samples` repeat some of them: repeats lift no percentile over its floor, and an order
+    statistic among them bounds nothing.
+    """
+    values = np.sort(np.asarray(samples, dtype=np.float64))
+    known = len(values) if observed is None else observed
 
     def percentile(q: int) -> float | None:
-        return float(np.percentile(values, q)) if len(values) >= PERCENTILE_FLOORS[q] else None
+        return float(np.percentile(values, q)) if known >= PERCENTILE_FLOORS[q] else None
+
+    def upper(q: int) -> float | None:
+        return percentile_bound(values.tolist(), q) if len(values) == known >= PERCENTILE_FLOORS[q] else None
 
     return Distribution(
         n=len(values), mean=float(values.mean()), median=float(np.median(values)),
-        p90=percentile(90), p95=percentile(95), p99=percentile(99),
-        maximum=float(values.max()),
+        p90=percentile(90), p95=percentile(95), p99=percentile(99), p90_upper=upper(90), p95_upper=upper(95), p99_upper=upper(99),
+        maximum=float(values[-1]),
     )
+
+
+def percentile_bound(ordered: Sequence[float], q: int) -> float | None:
+    """The one-sided 99 % upper confidence bound of the `q`-th percentile, from ascending samples; None when there are too few.
+
+    Distribution-free: the k-th order statistic lies at or above the percentile unless k or more of n independent samples fall below it,
+    so the smallest k with P(Binomial(n, q / 100) < k) >= 0.99 is taken (Hahn and Meeker, *Statistical Intervals*, order statistics).
+    """
+    k = int(stats.binom.ppf(BOUND_CONFIDENCE, len(ordered), q / 100)) + 1
+    return ordered[k - 1] if k <= len(ordered) else None
 
 
 def _seconds(ns: int) -> float:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.analysis.metrics import PERCENTILE_FLOORS, distribution, leg_metrics, request_metrics
+from harness.analysis.metrics import PERCENTILE_FLOORS, distribution, leg_metrics, percentile_bound, request_metrics
 from legs.protocol import Trace
 
 MS = 1_000_000
@@ -80,6 +81,44 @@ def test_percentiles_are_null_below_their_floor(q: int, floor: int) -> None:
 def test_percentiles_interpolate() -> None:
     assert distribution([float(i) for i in range(101)]).p90 == pytest.approx(90.0)
     assert distribution([float(i) for i in range(1, 65)]).p90 == pytest.approx(57.7)
+
+
+@pytest.mark.parametrize(("q", "n"), [(90, 64), (90, 128), (95, 130), (95, 700), (99, 662), (99, 900)])
+def test_the_bound_is_the_order_statistic_that_the_binomial_names(q: int, n: int) -> None:
+    """Of n samples, each below the percentile with chance q %, fewer than k are so 99 times in 100; for the next smaller k they are not."""
+    def fewer(than: int) -> float:
+        return sum(math.comb(n, i) * (q / 100) ** i * (1 - q / 100) ** (n - i) for i in range(than))
+
+    bound = percentile_bound([float(i) for i in range(1, n + 1)], q)
+    assert bound is not None and fewer(int(bound)) >= 0.99 > fewer(int(bound) - 1)
+
+
+@pytest.mark.parametrize(("q", "least"), [(90, 44), (95, 90), (99, 459)])
+def test_too_few_samples_bound_nothing(q: int, least: int) -> None:
+    """With all n samples below the percentile at a chance of 1 % or more, not even the largest is above it."""
+    assert percentile_bound([1.0] * (least - 1), q) is None and percentile_bound([1.0] * least, q) == 1.0
+
+
+def test_the_bound_holds_in_99_series_of_100() -> None:
+    rng = np.random.default_rng(7)
+    bounds = [distribution(rng.exponential(size=200).tolist()).p90_upper for _ in range(2000)]
+    held = sum(bound is not None and bound >= -math.log(0.1) for bound in bounds)
+    assert 0.985 < held / 2000 <= 1.0
+
+
+@pytest.mark.parametrize(("q", "floor"), PERCENTILE_FLOORS.items())
+def test_a_bound_stands_beside_every_percentile_and_beside_no_null(q: int, floor: int) -> None:
+    below, at = distribution([1.0] * (floor - 1)), distribution([float(i) for i in range(floor)])
+    assert getattr(below, f"p{q}_upper") is None
+    assert getattr(at, f"p{q}_upper") > getattr(at, f"p{q}")
+
+
+def test_samples_that_repeat_one_observation_lift_no_percentile_over_its_floor() -> None:
+    leg = leg_metrics([trace([(10 * (i + 1), 4) for i in range(40)])])  # 39 gaps of 4 ids: 156 samples, 39 observations
+    assert leg.itl is not None and leg.itl.n == 156
+    assert (leg.itl.p90, leg.itl.p95, leg.itl.p90_upper) == (None, None, None)
+    enough = leg_metrics([trace([(10 * (i + 1), 4) for i in range(65)])])
+    assert enough.itl is not None and enough.itl.p90 is not None and enough.itl.p90_upper is None
 
 
 @st.composite

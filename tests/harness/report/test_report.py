@@ -238,6 +238,15 @@ def test_the_client_s_ceiling_is_shown_or_said_to_be_missing(built: tuple[Path, 
     assert glance.endswith("| no verdict: CLIENT-BOUND |")
 
 
+def test_a_percentile_stands_with_its_bound_or_is_not_there(built: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    few = [line for line in page(built[1]).splitlines() if line.startswith("| performance-1-on | TTFT |")]
+    assert len(few) == 1 and "| n/a | n/a | n/a |" in few[0]
+    summary = build_report(make_series(tmp_path / "series", requests=70, memory=1))
+    ttft = summary["arms"]["on"]["performance"][0]["ttft"]
+    row = next(line for line in page(summary).splitlines() if line.startswith("| performance-1-on | TTFT | 70 |"))
+    assert f"| {ttft['p90'] * 1000:,.3f} (≤ {ttft['p90_upper'] * 1000:,.3f}) | n/a | n/a |" in row
+
+
 def test_equal_occupancy_is_claimed_only_of_arms_that_ran(built: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
     claim = "equally full, within 1 %"
     assert claim in page(built[1])
