@@ -13,7 +13,9 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
 
+from engine.kernels import dependent
 from engine.kernels.paged_triton import blocks_of, places_of
 
 
@@ -25,15 +27,17 @@ class Tuning(NamedTuple):
     stages: int
 
 
-HALF_PRECISION, FULL_PRECISION = Tuning(32, 2, 6), Tuning(16, 4, 2)
+HALF_PRECISION, FULL_PRECISION = Tuning(32, 2, 4), Tuning(16, 4, 2)
 
 
 @triton.jit
 def _decode_kernel(  # type: ignore[no-untyped-def]
     query, cache, tables, slots, lengths, out, scale, query_stride, table_stride, block_stride, token_stride, head_stride,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, PACK: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr,  # noqa: N803
-    BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,  # noqa: N803
+    BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, DEPENDENT: tl.constexpr,  # noqa: N803
 ):
+    if DEPENDENT:
+        gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
     slot = tl.load(slots + row)
@@ -86,4 +90,4 @@ def attention_decode(
         query, cache, tables, slots, lengths, out, scale * math.log2(math.e), query.stride(0), tables.stride(0),
         cache.stride(0), cache.stride(1), cache.stride(2), KV_HEADS=kv_heads, GROUP=group, PACK=max(16, triton.next_power_of_2(group)),
         DIM=dim, WIDE=max(16, triton.next_power_of_2(dim)), BLOCK_SIZE=cache.shape[1], TILE=tuning.tile,
-        num_warps=tuning.warps, num_stages=tuning.stages)
+        num_warps=tuning.warps, num_stages=tuning.stages, **dependent.options())

@@ -24,7 +24,7 @@ class Tuning(NamedTuple):
     stages: int
 
 
-HALF_PRECISION, FULL_PRECISION = Tuning(64, 8, 3), Tuning(16, 4, 1)
+HALF_PRECISION, FULL_PRECISION = Tuning(32, 4, 3), Tuning(16, 4, 1)
 
 
 def tile_rows(dtype: torch.dtype) -> int:

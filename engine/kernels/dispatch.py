@@ -3,9 +3,11 @@ so that a machine without it lacks nothing it needs."""
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
-from engine.kernels import activation, attention, norm, place, sample
+from engine.kernels import activation, attention, norm, place, sample, streams
 from engine.kernels import linear as linear_kernels
 from engine.kernels.devices import CARD, HOST
 
@@ -78,10 +80,15 @@ def attention_slots(
     from engine.kernels import attention_decode_triton, attention_prefill_triton
 
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    decode = partial(attention_decode_triton.attention_decode, query, cache, tables, slots, lengths, out, scale)
+    if tiles is None or not tiles.shape[0]:
+        decode()
+        return out
+    prefill = partial(attention_prefill_triton.attention_prefill, query, cache, tables, tiles, out, scale)
     if slots.shape[0]:
-        attention_decode_triton.attention_decode(query, cache, tables, slots, lengths, out, scale)
-    if tiles is not None and tiles.shape[0]:
-        attention_prefill_triton.attention_prefill(query, cache, tables, tiles, out, scale)
+        streams.together(decode, prefill)
+    else:
+        prefill()
     return out
 
 

@@ -5,10 +5,17 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
+
+from engine.kernels import dependent
 
 
 @triton.jit
-def _norm_kernel(x, residual, weight, normed, total, width, x_stride, eps, ADD: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+def _norm_kernel(  # type: ignore[no-untyped-def]
+    x, residual, weight, normed, total, width, x_stride, eps, ADD: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,  # noqa: N803
+):
+    if DEPENDENT:
+        gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < width
@@ -42,4 +49,4 @@ def _launch(
     rows, width = x.shape
     block = triton.next_power_of_2(width)
     _norm_kernel[(rows,)](x, residual, weight, normed, total, width, x.stride(0), eps, ADD=add, BLOCK=block,
-                          num_warps=8 if block >= 2048 else 4)
+                          num_warps=8 if block >= 2048 else 4, **dependent.options())

@@ -8,6 +8,9 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
+
+from engine.kernels import dependent
 
 HEADS = 16
 
@@ -23,8 +26,10 @@ def _choose(condition, yes, no, inside):  # type: ignore[no-untyped-def]
 def _place_kernel(  # type: ignore[no-untyped-def]
     qkv, query_norm, key_norm, cos, sin, cache, rows, eps, block_stride, token_stride, head_stride,
     QUERIES: tl.constexpr, TOTAL: tl.constexpr, HALF: tl.constexpr, WIDE: tl.constexpr, BLOCK_SIZE: tl.constexpr,  # noqa: N803
-    NORM: tl.constexpr, HEADS: tl.constexpr,  # noqa: N803
+    NORM: tl.constexpr, HEADS: tl.constexpr, DEPENDENT: tl.constexpr,  # noqa: N803
 ):
+    if DEPENDENT:
+        gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     half = tl.arange(0, WIDE)
@@ -64,4 +69,4 @@ def place(
     _place_kernel[(tokens, triton.cdiv(total, HEADS))](
         qkv, query_norm, key_norm, cos, sin, cache, rows, eps, cache.stride(0), cache.stride(1), cache.stride(2),
         QUERIES=heads, TOTAL=total, HALF=dim // 2, WIDE=triton.next_power_of_2(dim // 2), BLOCK_SIZE=cache.shape[1],
-        NORM=norms is not None, HEADS=HEADS, num_warps=4)
+        NORM=norms is not None, HEADS=HEADS, num_warps=4, **dependent.options())

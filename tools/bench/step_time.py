@@ -27,14 +27,16 @@ import torch
 from engine.api import LLM, SamplingParams
 from engine.kernels import attention_decode_triton as decode_kernel
 from engine.kernels import attention_prefill_triton as prefill_kernel
+from engine.kernels.slots import LENGTH
 from engine.kv_cache import BlockPool
 from engine.loop import Loop
-from engine.scheduler import Scheduler
+from engine.runner import CardRunner
+from engine.scheduler import Scheduler, Step
 from harness.analysis.metrics import leg_metrics
 from legs.client import closed_loop
 from legs.drivers.engine import EngineArm, code_sha256
 from legs.protocol import read_corpus, to_gzip, to_json
-from tools.bench import platform_gpu
+from tools.bench import levers, platform_gpu
 from tools.bench.gpu_tests import device
 from tools.bench.make_checkpoint import SEED, SHAPES, config, tensors
 
@@ -78,18 +80,23 @@ def fresh(llm: LLM) -> LLM:
     return llm
 
 
-def fill(llm: LLM, rows: int, length: int, more: int) -> None:
-    """Bring `rows` requests of `length` random ids into decoding, with `more` ids to come."""
+def fill(llm: LLM, rows: int) -> None:
+    """Bring `rows` requests of random ids into decoding, with keys and values of more tokens than any measurement reads."""
     generator = torch.Generator().manual_seed(rows)
-    params = SamplingParams(max_tokens=more, min_tokens=more, ignore_eos=True)
+    params = SamplingParams(max_tokens=REPLAYS, min_tokens=REPLAYS, ignore_eos=True)
+    length = CONTEXT + REPLAYS
     for number in range(rows):
         ids: list[int] = torch.randint(1000, 150_000, (length,), generator=generator).tolist()
         llm.add_request(f"fill-{number}", ids, params)
-    while any(request.computed < length for request in (*llm.scheduler.running, *llm.scheduler.waiting)):
-        llm.step()
-    for _ in range(4):
+    while any(request.computed <= length for request in (*llm.scheduler.running, *llm.scheduler.waiting)):
         llm.step()
     torch.cuda.synchronize()
+
+
+def rewind(llm: LLM, length: int) -> None:
+    """Set every slot back (or on) to `length` tokens."""
+    assert isinstance(llm.runner, CardRunner)
+    llm.runner.state[:, LENGTH] = length
 
 
 def split(act: Callable[[], Any], repeats: int) -> dict[str, Any]:
@@ -108,26 +115,33 @@ def split(act: Callable[[], Any], repeats: int) -> dict[str, Any]:
 
 
 def decode_steps(llm: LLM) -> list[dict[str, Any]]:
-    """Replays of the decode graph whose context averages CONTEXT."""
+    """Replays of the decode graph whose context averages CONTEXT; the split by kernel is of replays around it."""
     out = []
     for rows in ROWS:
-        fill(fresh(llm), rows, CONTEXT - REPLAYS // 2, 2 * REPLAYS + 100)
-        run = lambda rows=rows: llm.runner.graphs.run(rows, llm.runner._decode)  # type: ignore[union-attr]  # noqa: E731
+        fill(fresh(llm), rows)
+        run = partial(llm.runner.graphs.run, rows, llm.runner._decode)  # type: ignore[union-attr]
+        rewind(llm, CONTEXT - REPLAYS // 2)
         times = platform_gpu.device_times(run, REPLAYS, warm=5)
-        out.append({"rows": rows, "replays": REPLAYS, "median_ms": statistics.median(times), "quartiles_ms": statistics.quantiles(times),
-                    **split(run, 10)})
+        rewind(llm, CONTEXT - 5)
+        out.append({"rows": rows, "replays": REPLAYS, "context": CONTEXT, "median_ms": statistics.median(times),
+                    "quartiles_ms": statistics.quantiles(times), **split(run, 10)})
     return out
 
 
-def mixed_step(llm: LLM) -> dict[str, Any]:
-    """The step of the whole token budget that holds 30 decodes and the chunks of new prompts, launched again and again."""
-    fill(fresh(llm), 30, CONTEXT, 200)
+def mixed(llm: LLM) -> Step:
+    """The step of the whole token budget that holds 30 decodes and the chunks of two new prompts."""
+    fill(fresh(llm), 30)
     generator = torch.Generator().manual_seed(7)
     for number in range(2):
         ids: list[int] = torch.randint(1000, 150_000, (1030,), generator=generator).tolist()
         llm.add_request(f"new-{number}", ids, PARAMS)
-    step = llm.scheduler.schedule()
-    launch = lambda: llm.runner.launch(step)  # noqa: E731
+    return llm.scheduler.schedule()
+
+
+def mixed_step(llm: LLM) -> dict[str, Any]:
+    """That step, launched again and again: it writes the same keys and values each time."""
+    step = mixed(llm)
+    launch = partial(llm.runner.launch, step)
     times = platform_gpu.device_times(launch, 20, warm=3)
     host = []
     for _ in range(10):
@@ -136,8 +150,8 @@ def mixed_step(llm: LLM) -> dict[str, Any]:
         launch()
         host.append(1e3 * (time.perf_counter() - began))
     torch.cuda.synchronize()
-    return {"tokens": step.tokens, "rows": [row.length for row in step.rows if row.length > 1], "median_ms": statistics.median(times),
-            "host_launch_ms": statistics.median(host), **split(launch, 5)}
+    return {"tokens": step.tokens, "chunks": [row.length for row in step.rows if row.length > 1], "decodes_at": CONTEXT + REPLAYS,
+            "median_ms": statistics.median(times), "host_launch_ms": statistics.median(host), **split(launch, 5)}
 
 
 def workload(llm: LLM, passes: int, out: Path, name: str) -> dict[str, Any]:
@@ -274,6 +288,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if name == "depth2":
                 section("decode", partial(decode_steps, llm))
                 section("mixed", partial(mixed_step, llm))
+                section("levers", partial(levers.measure, llm))
             del llm
             torch.cuda.empty_cache()
     return sum(one["error"] is not None for one in record["sections"].values())

@@ -105,7 +105,7 @@ def test_more_stop_ids_than_a_slot_keeps_are_refused(references: dict[str, Refer
 def test_options_resolve_for_a_card(references: dict[str, Reference]) -> None:
     resolved = LLM(references["llama"].folder, device="cuda").resolved
     assert (resolved["device"], resolved["depth"], resolved["enforce_eager"]) == ("cuda", 2, False)
-    assert resolved["attention_backend"] == "triton" and resolved["num_blocks"] == 1 + 32 * 32
+    assert resolved["attention_backend"] == "triton" and (resolved["block_size"], resolved["num_blocks"]) == (32, 1 + 32 * 16)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -1,0 +1,202 @@
+"""Levers on a step's time: what was expected of each, and what one process measured, old and new step in ABBA order.
+
+    python -m tools.bench.levers STEP_TIME.json docs/LEVERS.md        # derive the page from a record of tools.bench.step_time
+
+A lever is a switch of the engine as it is ("new") that can be set back ("old").  Decode levers are whole decode steps of 32 rows as
+graphs, captured under each setting; mixed levers are the step of 2,048 tokens launched kernel by kernel.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from engine.api import LLM
+
+
+@dataclass(frozen=True)
+class Lever:
+    """`place` is module:attribute (or module:class.attribute) that holds `new` and is set to `old`; tunings are given as tuples."""
+
+    name: str
+    kind: str
+    prediction: str
+    place: str
+    old: Any
+    new: Any
+
+
+LEVERS = (
+    Lever("Decode attention: 4 stages of 32 tokens instead of 6", "decode",
+          "-0.05 ms: 37.3 against 38.7 us a layer when the kernel ran alone",
+          "engine.kernels.attention_decode_triton:HALF_PRECISION", (32, 2, 6), (32, 2, 4)),
+    Lever("Programmatic dependent launch of our own kernels", "decode",
+          "-0.05 ms: 181 kernels, 0.29 us each in a chain of them (facts.json, dependent_launch)",
+          "engine.kernels.dependent:ON", False, True),
+    Lever("Decode attention beside prefill attention, on a stream of its own", "mixed",
+          "-1.0 ms: 1.6 ms bound by memory beside 2.8 ms that is not", "engine.kernels.streams:ON", False, True),
+    Lever("Prefill attention: 32 keys a tile and 4 warps instead of 64 and 8", "mixed",
+          "-0.19 ms: 76.4 against 81.8 us a layer when the kernel ran alone",
+          "engine.kernels.attention_prefill_triton:HALF_PRECISION", (64, 8, 3), (32, 4, 3)),
+    Lever("Last layer's feed-forward for sampled rows only", "mixed",
+          "-0.5 ms: 0.31 TFLOP at 650 TFLOP/s and one SiLU-mul", "engine.batch:SlotBatch.cuts_last_layer", False, True),
+)
+PAIRS = {"decode": 100, "mixed": 30}
+"""ABBA rounds: two old and two new steps each."""
+
+
+@contextmanager
+def setting(lever: Lever, value: Any) -> Iterator[None]:
+    """The lever at `value` inside the block."""
+    from importlib import import_module
+
+    module, _, path = lever.place.partition(":")
+    *parents, name = path.split(".")
+    holder: Any = import_module(module)
+    for parent in parents:
+        holder = getattr(holder, parent)
+    before = getattr(holder, name)
+    setattr(holder, name, type(before)(*value) if isinstance(value, tuple) else value)
+    try:
+        yield
+    finally:
+        setattr(holder, name, before)
+
+
+def abba(old: Callable[[], Any], new: Callable[[], Any], rounds: int) -> dict[str, Any]:
+    """Median milliseconds of each over `rounds` of old, new, new, old, and the median over rounds of new / old."""
+    import torch
+
+    for act in (old, new) * 3:
+        act()
+    torch.cuda.synchronize()
+    times: list[tuple[Callable[[], Any], torch.cuda.Event, torch.cuda.Event]] = []
+    for _ in range(rounds):
+        for act in (old, new, new, old):
+            events = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            events[0].record()
+            act()
+            events[1].record()
+            times.append((act, *events))
+    torch.cuda.synchronize()
+    spent = [start.elapsed_time(end) for _, start, end in times]
+    ratios = [(spent[i + 1] + spent[i + 2]) / (spent[i] + spent[i + 3]) for i in range(0, len(spent), 4)]
+    each = {name: [ms for (act, _, _), ms in zip(times, spent, strict=True) if act is one] for name, one in (("old", old), ("new", new))}
+    return {"old_ms": statistics.median(each["old"]), "new_ms": statistics.median(each["new"]), "ratio": statistics.median(ratios),
+            "ratio_quartiles": statistics.quantiles(ratios), "steps_each": 2 * rounds}
+
+
+def measure(llm: LLM) -> list[dict[str, Any]]:
+    """Every lever on `llm`, whose weights, cache and state are used as they are."""
+    import torch
+
+    from engine.graphs import DecodeGraphs
+    from engine.runner import CardRunner
+    from tools.bench import step_time
+
+    runner = llm.runner
+    assert isinstance(runner, CardRunner)
+    out = []
+    for lever in LEVERS:
+        if lever.kind == "decode":
+            step_time.fill(step_time.fresh(llm), 32)
+            step_time.rewind(llm, step_time.CONTEXT - 2 * PAIRS["decode"])
+            acts = []
+            for value in (lever.old, lever.new):
+                graphs = DecodeGraphs(32, eager=False)
+                graphs.sizes = (32,)
+                with setting(lever, value), torch.inference_mode():
+                    graphs.prepare(runner._decode)
+                acts.append(partial(graphs.run, 32, runner._decode))
+            found = abba(acts[0], acts[1], PAIRS["decode"])
+        else:
+            step = step_time.mixed(llm)
+            found = abba(partial(_launch, llm, step, lever, lever.old), partial(_launch, llm, step, lever, lever.new), PAIRS["mixed"])
+        out.append({"name": lever.name, "kind": lever.kind, "prediction": lever.prediction, **found})
+    return out
+
+
+def _launch(llm: LLM, step: Any, lever: Lever, value: Any) -> None:
+    with setting(lever, value):
+        llm.runner.launch(step)
+
+
+def page(record: dict[str, Any], source: str) -> str:
+    """docs/LEVERS.md from a record of step_time."""
+    lines = [
+        "# Levers", "",
+        "What was tried to make a step shorter, what was expected, and what one process on one card measured: the step with the lever off",
+        "and on, in ABBA order, event medians; the ratio is the median over rounds of new over old, with its quartiles.",
+        "None of this compares with vLLM: that takes both arms in one series.", "",
+        f"{record['device']}, torch {record['versions']['torch']}, Triton {record['versions']['triton']}; "
+        f"code of commit {record['commit']}.",
+        f"Derived from `{source}` by `python -m tools.bench.levers`.", "",
+        "| lever | step | prediction | off, ms | on, ms | on / off | steps each |", "|---|---|---|---|---|---|---|",
+    ]
+    for row in record["sections"]["levers"]["value"]:
+        low, _, high = row["ratio_quartiles"]
+        lines.append(f"| {row['name']} | {row['kind']} | {row['prediction']} | {row['old_ms']:.3f} | {row['new_ms']:.3f} | "
+                     f"{row['ratio']:.4f} ({low:.4f} to {high:.4f}) | {row['steps_each']} |")
+    return "\n".join([*lines, *_steps(record), *_workload(record), ""])
+
+
+def _steps(record: dict[str, Any]) -> list[str]:
+    """The split by kernel, in microseconds, of the decode steps and the mixed one."""
+    steps = [(f"decode, {row['rows']} rows", row) for row in record["sections"]["decode"]["value"]]
+    mixed = record["sections"]["mixed"]["value"]
+    steps.append((f"mixed, {mixed['tokens']} tokens", mixed))
+    kinds = sorted({kind for _, row in steps for kind in row["us_by_kind"]}, key=lambda kind: -mixed["us_by_kind"].get(kind, 0))
+    floors = {row["rows"]: row["median_ms"] for row in record["sections"]["floors"]["value"]["linears"]}
+    read = statistics.median(record["sections"]["floors"]["value"]["bandwidth"]["read_bytes_per_s"])
+    lines = ["", "## A step by kernel", "",
+             "Microseconds a step (profiler); the whole step from events. Decode contexts average "
+             f"{steps[0][1]['context']} tokens.",
+             "Floors of the same process: cuBLAS alone on all linears and the head, in a graph; keys and values at "
+             f"{read / 1e12:.2f} TB/s, its read rate.", "",
+             "| | " + " | ".join(name for name, _ in steps) + " |", "|---|" + "---|" * len(steps)]
+    lines += [f"| {kind} | " + " | ".join(f"{row['us_by_kind'].get(kind, 0):.0f}" for _, row in steps) + " |" for kind in kinds]
+    lines.append("| **whole step, ms** | " + " | ".join(f"{row['median_ms']:.3f}" for _, row in steps) + " |")
+    cublas = [floors[row["rows"]]["all_and_head"] for _, row in steps[:-1]] + [floors[2048]["all"]]
+    lines.append("| floor: cuBLAS, ms | " + " | ".join(f"{ms:.3f}" for ms in cublas) + " |")
+    token = 36 * 2 * 8 * 128 * 2
+    lines.append("| floor: reading keys and values, ms | "
+                 + " | ".join(f"{row['rows'] * row['context'] * token / read * 1e3:.3f}" for _, row in steps[:-1]) + " | |")
+    return lines
+
+
+def _workload(record: dict[str, Any]) -> list[str]:
+    """W's passes."""
+    lines = ["", "## Workload W", "",
+             "128 requests of about 1,030 prompt tokens, 128 outputs each, 32 in flight, 2,048 tokens a step, bf16, Qwen3-4B's shape",
+             "with random weights, through the engine's loop and the harness's client; one warm-up pass before.", "",
+             "| mode | total tok/s | mean TTFT, ms | mean TPOT, ms | ITL p50 / p95, ms | steps, mixed, replayed |", "|---|---|---|---|---|---|"]
+    for name, section in record["sections"].items():
+        if not name.startswith("w_"):
+            continue
+        for row in section["value"]["passes"]:
+            lines.append(
+                f"| {name.removeprefix('w_')} | {row['total_tok_s']:.0f} | {row['mean_ttft_ms']:.1f} | {row['mean_tpot_ms']:.3f} | "
+                f"{row['itl_p50_ms']:.2f} / {row['itl_p95_ms']:.2f} | {row['steps']}, {row['mixed_steps']}, {row['graph_replays']} |")
+    return lines
+
+
+def main(arguments: list[str]) -> int:
+    """The command line."""
+    if len(arguments) != 2:
+        print("usage: python -m tools.bench.levers STEP_TIME.json PAGE.md", file=sys.stderr)
+        return 64
+    source, target = map(Path, arguments)
+    target.write_text(page(json.loads(source.read_bytes()), str(source)), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
