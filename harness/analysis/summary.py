@@ -11,6 +11,7 @@ from harness.analysis.ceiling import CLIENT_BOUND, Ceiling, ClientShare, client_
 from harness.analysis.metrics import LegMetrics, leg_metrics
 from harness.analysis.occupancy import occupancy
 from harness.analysis.ratios import AXES, MEMORY, THROUGHPUT, Axis, ConsistencyError, check_throughputs, compare, mean
+from harness.analysis.sampling import sampling
 from harness.analysis.tokens import LegDiff, TokensError, describe, series_diffs
 from harness.evidence.layout import PLAN
 from harness.evidence.schema import MEASURED, EvidenceError, Leg, Series
@@ -148,7 +149,7 @@ def _memory(leg: Leg) -> dict[str, Any]:
         read |= {"peak_pss": None, "stable_pss": None}
     if read["peak_missed"]:
         read["peak_pss"] = None
-    return {"leg": leg.name, "repetition": leg.repetition, **read}
+    return {"leg": leg.name, "repetition": leg.repetition, **read, "sampling": sampling(leg.memory)}
 
 
 def _axis_values(arm: dict[str, Any], axis: str) -> list[float | None]:

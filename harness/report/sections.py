@@ -119,17 +119,45 @@ def _client_share(arm: Summary | None) -> list[str]:
 
 
 def _memory(summary: Summary) -> list[str]:
+    legs = [leg for _, arm in arms_in_order(summary) for leg in arm["memory"]]
     rows = [
-        [leg["leg"], *(number(leg[name], 1, 1 / MIB) for name in ("peak_pss", "stable_pss")), (leg["peak"] or {}).get("phase"),
-         *(number((leg["peak"] or {}).get(part), 1, 1 / MIB) for part in ("pss_anon", "pss_file", "pss_shmem")),
-         leg["passes"], leg["partial_passes"], number(leg["max_gap_s"], 2), len(leg["peak_missed"])]
-        for arm in dict(arms_in_order(summary)).values() for leg in arm["memory"]
+        [leg["leg"], _mib(leg["peak_pss"]), *(_mib((leg["peak"] or {}).get(part)) for part in ("pss_anon", "pss_file", "pss_shmem")),
+         (leg["peak"] or {}).get("phase"), _mib(leg["stable_pss"]), *(_mib(leg["sampling"][name]) for name in ("gpu_peak", "available_min"))]
+        for leg in legs
     ]
+    header = ["leg", "peak PSS", "anonymous", "file", "shared", "peak after", "stable PSS", "GPU peak", "MemAvailable, lowest"]
     return [
-        "## Memory", "", "PSS of the whole process tree, MiB: the peak, the phase it fell in and its parts; the median between first and "
-        "last token; how it was sampled.", "",
-        *table(["leg", "peak", "stable", "phase", "anonymous", "file", "shared", "passes", "partial", "longest gap s", "missed"], rows),
+        "## Memory", "", "Of the whole process tree, in MiB: the largest pass with its parts and the mark before it; the median between "
+        "first and last token. What could not be read is n/a.", "",
+        *table(header, rows), *(f"- {cell(line)}" for leg in legs for line in _memory_doubts(leg)), "",
+        *folded("How memory was sampled", _sampling(legs)),
     ]
+
+
+def _sampling(legs: list[Summary]) -> list[str]:
+    rows = [
+        [leg["leg"], leg["passes"], leg["partial_passes"], number(leg["sampling"]["period_s"], 2), number(leg["sampling"]["interval_s"], 3),
+         number(leg["max_gap_s"], 3), *(number(leg["sampling"][cost], 2, 1000) for cost in ("mean_cost_s", "max_cost_s")),
+         percent(leg["sampling"]["cost_share"], 1)]
+        for leg in legs
+    ]
+    header = ["leg", "whole passes", "partial", "period s", "median interval s", "longest gap s", "cost ms", "dearest ms", "of one core"]
+    note = "A peak shorter than a gap is not seen; the kernel's own record of each process (VmHWM) tells when that mattered."
+    return [note, "", *table(header, rows)]
+
+
+def _memory_doubts(leg: Summary) -> list[str]:
+    """Why a memory leg has no peak."""
+    lines = [] if leg["complete"] else [f"{leg['leg']}: the sampler's stream is cut short, so it has neither peak nor stable PSS"]
+    return lines + [
+        f"{leg['leg']}: no peak, {missed['name']} (pid {missed['pid']}) was once at {_mib(missed['hwm'])} MiB by VmHWM, and "
+        f"{_mib(missed['sampled_rss'])} MiB is the most that was sampled of it"
+        for missed in leg["peak_missed"]
+    ]
+
+
+def _mib(size: float | None) -> str:
+    return number(size, 1, 1 / MIB)
 
 
 def _correctness(summary: Summary) -> list[str]:

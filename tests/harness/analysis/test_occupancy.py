@@ -106,6 +106,16 @@ def test_steady_throughput_leaves_out_the_tail() -> None:
     assert found.steady_throughput == pytest.approx((16 + 10) / 0.008, rel=1e-3)
 
 
+def test_the_steady_window_is_open_at_its_start_and_closed_at_its_end() -> None:
+    ms = 10**6
+    a = Trace(index=0, prompt_tokens=7, scheduled_ns=0, submitted_ns=0, stamps=((ms, 1), (3 * ms, 1), (6 * ms, 1)), end_ns=6 * ms,
+              finish="length")
+    b = Trace(index=1, prompt_tokens=10, scheduled_ns=0, submitted_ns=3 * ms, stamps=((4 * ms, 1), (8 * ms, 1)), end_ns=8 * ms,
+              finish="length")
+    assert full_period([a, b], 2) == (3 * ms, 6 * ms)
+    assert occupancy([a, b], 2).steady_throughput == pytest.approx((1 + 1 + 10) / 0.003)  # a's id at 6 ms, b's at 4 ms with its prompt
+
+
 def test_a_run_that_was_never_full_has_no_steady_window() -> None:
     found = occupancy(run([3, 3], 2), 4)
     assert (found.ramp, found.drain, found.steady, found.steady_throughput) == (None, None, None, None)

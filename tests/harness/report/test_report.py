@@ -247,6 +247,24 @@ def test_a_percentile_stands_with_its_bound_or_is_not_there(built: tuple[Path, d
     assert f"| {ttft['p90'] * 1000:,.3f} (≤ {ttft['p90_upper'] * 1000:,.3f}) | n/a | n/a |" in row
 
 
+def test_memory_stands_with_its_parts_and_how_it_was_sampled(built: tuple[Path, dict[str, Any]]) -> None:
+    leg = built[1]["arms"]["on"]["memory"][0]
+    shown, sampled = (line for line in page(built[1]).splitlines() if line.startswith("| memory-1-on | "))
+    parts = " | ".join(f"{leg['peak'][part] / 2**20:,.1f}" for part in ("pss_anon", "pss_file", "pss_shmem"))
+    assert shown == f"| memory-1-on | {leg['peak_pss'] / 2**20:,.1f} | {parts} | loaded | {leg['stable_pss'] / 2**20:,.1f} | n/a | n/a |"
+    share = f"{100 * leg['sampling']['cost_share']:.1f} %"
+    assert sampled == f"| memory-1-on | {leg['passes']} | 0 | 0.20 | 0.200 | {leg['max_gap_s']:.3f} | 1.00 | 1.00 | {share} |"
+
+
+def test_a_leg_without_a_peak_says_why(built: tuple[Path, dict[str, Any]]) -> None:
+    arms = {name: {**arm, "memory": [dict(leg) for leg in arm["memory"]]} for name, arm in built[1]["arms"].items()}
+    arms["on"]["memory"][0] |= {"peak_pss": None, "peak_missed": [{"pid": 9, "name": "cc1", "hwm": 300 * 2**20, "sampled_rss": 10 * 2**20}]}
+    arms["off"]["memory"][1] |= {"peak_pss": None, "stable_pss": None, "complete": False}
+    text = page({**built[1], "arms": arms})
+    assert "- memory-1-on: no peak, cc1 (pid 9) was once at 300.0 MiB by VmHWM, and 10.0 MiB is the most" in text
+    assert "- memory-2-off: the sampler's stream is cut short" in text and "no peak" not in page(built[1])
+
+
 def test_equal_occupancy_is_claimed_only_of_arms_that_ran(built: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
     claim = "equally full, within 1 %"
     assert claim in page(built[1])
