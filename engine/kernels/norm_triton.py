@@ -9,6 +9,9 @@ from triton.language.extra.cuda import gdc_wait
 
 from engine.kernels import dependent
 
+WARPS = 16
+"""Of a program over a row of more than 1,024 values."""
+
 
 @triton.jit
 def _norm_kernel(  # type: ignore[no-untyped-def]
@@ -49,4 +52,4 @@ def _launch(
     rows, width = x.shape
     block = triton.next_power_of_2(width)
     _norm_kernel[(rows,)](x, residual, weight, normed, total, width, x.stride(0), eps, ADD=add, BLOCK=block,
-                          num_warps=8 if block >= 2048 else 4, **dependent.options())
+                          num_warps=WARPS if block >= 2048 else 4, **dependent.options())

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from engine.kernels import dependent
 
@@ -30,6 +30,7 @@ def _place_kernel(  # type: ignore[no-untyped-def]
 ):
     if DEPENDENT:
         gdc_wait()
+        gdc_launch_dependents()
     token = tl.program_id(0).to(tl.int64)
     heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     half = tl.arange(0, WIDE)
