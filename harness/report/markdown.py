@@ -132,7 +132,6 @@ def _plots(summary: Summary) -> list[str]:
     figures = []
     if any(arm["performance"] for arm in arms):
         figures += ["![Time to first token and time per output token of each request, by arm](plots/latency.svg)", ""]
-        figures += ["![Requests in flight over time, by arm](plots/in_flight.svg)", ""]
     if any(arm["memory"] for arm in arms):
         figures += ["![PSS of the process tree over time, by arm](plots/memory.svg)", ""]
     return figures

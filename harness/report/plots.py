@@ -81,7 +81,7 @@ def memory_svg(series: Series) -> str | None:
     if not legs:
         return None
     with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(9, 1.0 + 1.7 * len(legs)), layout="constrained")
+        figure = Figure(figsize=(9, 0.9 + 1.35 * len(legs)), layout="constrained")
         rows = figure.subplots(len(legs), 1, sharex=True, sharey=True, squeeze=False)[:, 0]
         for axes, leg in zip(rows, legs, strict=True):
             _memory_row(axes, leg, COLOURS[series.arms.index(leg.arm) % len(COLOURS)])

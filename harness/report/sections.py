@@ -41,7 +41,7 @@ def _latencies(summary: Summary) -> list[str]:
         for leg in legs for name, key in (("TTFT", "ttft"), ("TPOT", "tpot"), ("E2E", "e2e"))
     ]
     tail_header = ["leg", "of each request, ms", "n", "median", "p90", "p95", "p99", "maximum"]
-    return [*folded("Latency of each performance leg", table(header, rows)),
+    return ["## Latency", "", *folded("Latency of each performance leg", table(header, rows)),
             *folded("Percentiles of each performance leg", [note, "", *table(tail_header, tails, text=2)])]
 
 
@@ -93,7 +93,8 @@ def _occupancy(summary: Summary) -> list[str]:
     said = [f"- {cell(warning)}" for warning in summary["occupancy_warnings"]]
     if not said and all(arm["performance"] for arm in summary["arms"].values()):
         said = ["Every pair of arms was equally full, within 1 %."]
-    return ["## Occupancy", "", *said, "", *folded("Occupancy of each performance leg", [note, "", *table(header, rows)])]
+    figure = ["![Requests in flight over time, by arm](plots/in_flight.svg)", ""] if rows else []
+    return ["## Occupancy", "", *said, "", *figure, *folded("Occupancy of each performance leg", [note, "", *table(header, rows)])]
 
 
 def _ceiling(summary: Summary) -> list[str]:
@@ -122,7 +123,7 @@ def _memory(summary: Summary) -> list[str]:
     legs = [leg for _, arm in arms_in_order(summary) for leg in arm["memory"]]
     rows = [
         [leg["leg"], _mib(leg["peak_pss"]), *(_mib((leg["peak"] or {}).get(part)) for part in ("pss_anon", "pss_file", "pss_shmem")),
-         (leg["peak"] or {}).get("phase"), _mib(leg["stable_pss"]), *(_mib(leg["sampling"][name]) for name in ("gpu_peak", "available_min"))]
+         (leg["peak"] or {}).get("phase"), _mib(leg["stable_pss"]), *(_mib(leg["sampling"][key]) for key in ("gpu_peak", "available_min"))]
         for leg in legs
     ]
     header = ["leg", "peak PSS", "anonymous", "file", "shared", "peak after", "stable PSS", "GPU peak", "MemAvailable, lowest"]
@@ -224,5 +225,5 @@ def _reproduce(summary: Summary) -> list[str]:
     ]
 
 
-ALL = (_tokens, _correctness, _occupancy, _ceiling, _memory, _attempts, _latencies, _identities, _machine, _reproduce)
+ALL = (_tokens, _correctness, _latencies, _occupancy, _ceiling, _memory, _attempts, _identities, _machine, _reproduce)
 """In the order in which a report shows them."""

@@ -273,6 +273,11 @@ def test_equal_occupancy_is_claimed_only_of_arms_that_ran(built: tuple[Path, dic
     assert claim not in page(warned) and "- on/pin: mean in flight 3 against 4" in page(warned)
 
 
+def test_every_figure_is_on_the_page(built: tuple[Path, dict[str, Any]]) -> None:
+    assert sorted(re.findall(r"!\[[^]]+\]\(plots/([^)]+)\)", page(built[1]))) == sorted(FIGURES)
+    assert sorted(path.name for path in (built[0] / "plots").iterdir()) == sorted(FIGURES)
+
+
 def test_a_figure_without_its_phase_is_left_out(tmp_path: Path) -> None:
     series = make_series(tmp_path / "series", memory=0)
     summary = build_report(series)
