@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import itertools
 import json
+import re
 import signal
 import socket
 import subprocess
@@ -76,8 +77,14 @@ def test_evidence_holds_no_path_and_no_name_of_this_machine(run: Run, tmp_path: 
     words = [str(tmp_path), str(toy.ROOT), str(Path.home()), socket.gethostname()]
     for path in series.rglob("*"):
         if path.is_file() and "logs" not in path.relative_to(series).parts and "stage" not in path.relative_to(series).parts:
-            text = path.read_bytes().decode(errors="replace")
-            assert not [word for word in words if word in text], path.relative_to(series)
+            data = path.read_bytes()
+            text = (gzip.decompress(data) if path.suffix == ".gz" else data).decode(errors="replace")
+            assert not [word for word in words if re.search(rf"(?<!\w){re.escape(word)}(?!\w)", text)], path.relative_to(series)
+
+
+def notes_of(folder: Path) -> list[str]:
+    """A leg's notes but for the one on what watching costs, which is much of a leg that lasts for half a second."""
+    return [note for note in json.loads((folder / "leg.json").read_bytes())["notes"] if not note.startswith("watching: ")]
 
 
 def test_a_timed_leg_starts_with_the_model_evicted_from_the_page_cache(run: Run) -> None:
@@ -86,7 +93,7 @@ def test_a_timed_leg_starts_with_the_model_evicted_from_the_page_cache(run: Run)
         record = json.loads((folder / "page_cache.json").read_bytes())
         assert (record["proven"], record["pages_after"], record["files"]) == (True, 0, ["weights"])
         assert json.loads((folder / "guard.json").read_bytes())["read_bytes"] is not None
-        assert json.loads((folder / "leg.json").read_bytes())["notes"] == []
+        assert notes_of(folder) == []
     assert not list(series.glob("correctness/*/*/page_cache.json"))
 
 
@@ -98,9 +105,10 @@ def test_a_warm_page_cache_voids_a_timed_leg_and_one_that_cannot_be_proven_is_no
     monkeypatch.setattr(leg, "evict", lambda _: {"proven": proven, "pages_before": 1, "pages_after": 1, "reasons": reasons, "files": []})
     found, series = run()
     assert found in code
-    record = json.loads((series / "blocks" / "performance-1" / "attempt-1" / "on" / "leg.json").read_bytes())
+    folder = series / "blocks" / "performance-1" / "attempt-1" / "on"
+    record = json.loads((folder / "leg.json").read_bytes())
     said = ["page cache: weights: the reason and the cure"]
-    assert (record["status"], record["reasons"], record["notes"]) == (("ok", [], said) if proven is None else ("void", said, []))
+    assert (record["status"], record["reasons"], notes_of(folder)) == (("ok", [], said) if proven is None else ("void", said, []))
 
 
 def test_a_performance_leg_is_watched_and_its_cost_kept(run: Run) -> None:
@@ -274,6 +282,8 @@ def test_an_interrupted_series_leaves_nothing_running_and_resumes(tmp_path: Path
     finished = subprocess.run(argv, env=environment, capture_output=True, text=True, check=False)
     assert finished.returncode in VERDICT, finished.stderr
     found = blocks(tmp_path / "out")
-    assert [(b["attempt"], b["status"]) for b in found] == [(1, "interrupted"), (2, "ok")]
+    # Here the gate looks at the machine as it is: company while the tests run voids an attempt more.
+    assert [b["status"] for b in found if b["status"] != "void"] == ["interrupted", "ok"]
     assert len(list((tmp_path / "out" / "lock").glob("*-acquired.json"))) == 2
-    assert len(list((tmp_path / "out" / "correctness").iterdir())) == 2, "what was done is not done again"
+    done = [json.loads(path.read_bytes())["status"] for path in (tmp_path / "out" / "correctness").glob("*/block.json")]
+    assert done.count("ok") == 1, "what was done is not done again"
