@@ -248,12 +248,18 @@ def test_a_percentile_stands_with_its_bound_or_is_not_there(built: tuple[Path, d
 
 
 def test_memory_stands_with_its_parts_and_how_it_was_sampled(built: tuple[Path, dict[str, Any]]) -> None:
-    leg = built[1]["arms"]["on"]["memory"][0]
-    shown, sampled = (line for line in page(built[1]).splitlines() if line.startswith("| memory-1-on | "))
-    parts = " | ".join(f"{leg['peak'][part] / 2**20:,.1f}" for part in ("pss_anon", "pss_file", "pss_shmem"))
-    assert shown == f"| memory-1-on | {leg['peak_pss'] / 2**20:,.1f} | {parts} | loaded | {leg['stable_pss'] / 2**20:,.1f} | n/a | n/a |"
-    share = f"{100 * leg['sampling']['cost_share']:.1f} %"
-    assert sampled == f"| memory-1-on | {leg['passes']} | 0 | 0.20 | 0.200 | {leg['max_gap_s']:.3f} | 1.00 | 1.00 | {share} |"
+    mib = 2**20
+    arms = {name: {**arm, "memory": [dict(leg) for leg in arm["memory"]]} for name, arm in built[1]["arms"].items()}
+    arms["on"]["memory"][0] |= {
+        "peak_pss": 9 * mib, "stable_pss": 8 * mib, "peak": {"phase": "loaded", "pss_anon": 4 * mib, "pss_file": 3 * mib, "pss_shmem": 2 * mib},
+        "passes": 80, "partial_passes": 2, "max_gap_s": 0.5,
+        "sampling": {"period_s": 0.2, "interval_s": 0.21, "mean_cost_s": 0.011, "max_cost_s": 0.022, "cost_share": 0.06,
+                     "gpu_peak": 7 * mib, "available_min": None},
+    }
+    shown, sampled = (line for line in page({**built[1], "arms": arms}).splitlines() if line.startswith("| memory-1-on | "))
+    assert shown == "| memory-1-on | 9.0 | 4.0 | 3.0 | 2.0 | loaded | 8.0 | 7.0 | n/a |"
+    assert sampled == "| memory-1-on | 80 | 2 | 0.20 | 0.210 | 0.500 | 11.00 | 22.00 | 6.0 % |"
+    assert built[1]["arms"]["on"]["memory"][0]["sampling"]["period_s"] == 0.2, "a real summary has these fields"
 
 
 def test_a_leg_without_a_peak_says_why(built: tuple[Path, dict[str, Any]]) -> None:
