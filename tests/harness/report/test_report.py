@@ -251,7 +251,8 @@ def test_memory_stands_with_its_parts_and_how_it_was_sampled(built: tuple[Path, 
     mib = 2**20
     arms = {name: {**arm, "memory": [dict(leg) for leg in arm["memory"]]} for name, arm in built[1]["arms"].items()}
     arms["on"]["memory"][0] |= {
-        "peak_pss": 9 * mib, "stable_pss": 8 * mib, "peak": {"phase": "loaded", "pss_anon": 4 * mib, "pss_file": 3 * mib, "pss_shmem": 2 * mib},
+        "peak_pss": 9 * mib, "stable_pss": 8 * mib,
+        "peak": {"phase": "loaded", "pss_anon": 4 * mib, "pss_file": 3 * mib, "pss_shmem": 2 * mib},
         "passes": 80, "partial_passes": 2, "max_gap_s": 0.5,
         "sampling": {"period_s": 0.2, "interval_s": 0.21, "mean_cost_s": 0.011, "max_cost_s": 0.022, "cost_share": 0.06,
                      "gpu_peak": 7 * mib, "available_min": None},
