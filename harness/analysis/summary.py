@@ -72,6 +72,7 @@ def summarize(series: Series) -> dict[str, Any]:
         "ceiling": _ceiling_row(series, ceiling, shares),
         "occupancy_warnings": _occupancy_warnings(series, arms),
         "correctness": series.gate,
+        "notes": [f"{leg.name}: {note}" for arm in series.arms for leg in series.legs(arm) for note in leg.record.get("notes", [])],
         "attempts": [_attempt_row(attempt) for attempt in series.attempts],
         "started_utc": min((leg.record["started_utc"] for attempt in series.attempts for leg in attempt.legs.values()), default=None),
         "workload": series.plan["workload"],

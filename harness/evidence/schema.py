@@ -67,7 +67,7 @@ GATE_FIELDS: Fields = {
     "schema": int, "ok": bool, "cases": int, "passed": int, "skipped": int, "failures": list, "reference_sha256": OPTIONAL,
     "on_off_identical": (bool, type(None)),
 }
-TEXT_LISTS = ("reasons", "order")
+TEXT_LISTS = ("reasons", "order", "notes")
 SERIES_FIELDS: Fields = {"schema": int, "machine": dict, "repository": dict}
 REPOSITORY_FIELDS: Fields = {"commit": OPTIONAL, "dirty": (bool, type(None))}
 
@@ -221,6 +221,7 @@ def _load_leg(series: Path, plan: dict[str, Any], phase: str, repetition: int, a
     folder = layout.leg_folder(series, phase, repetition, attempt, arm)
     name = _shown(series, folder / layout.LEG)
     record = _json(series, folder / layout.LEG, LEG_FIELDS)
+    _check({"notes": record.get("notes", [])}, {"notes": list}, name)
     _need(record["status"] in STATUSES, name, "status", record["status"], f"one of {', '.join(STATUSES)}")
     _need((record["arm"], record["phase"], record["attempt"]) == (arm, phase, attempt), name, "arm, phase, attempt",
           (record["arm"], record["phase"], record["attempt"]), f"{arm}, {phase}, {attempt} as its folder says")

@@ -173,6 +173,16 @@ def _correctness(summary: Summary) -> list[str]:
     return [*lines, *(f"- {cell(', '.join(f'{k} {v}' for k, v in sorted(failure.items())))}" for failure in gate["failures"]), ""]
 
 
+def _notes(summary: Summary) -> list[str]:
+    """What the runner noted of legs that count; one and the same note of several legs is said once."""
+    legs: dict[str, list[str]] = {}
+    for line in summary["notes"]:
+        leg, _, note = line.partition(": ")
+        legs.setdefault(note, []).append(leg)
+    lines = [f"- {cell(note)} ({', '.join(names)})" for note, names in legs.items()]
+    return ["## Notes of the legs", "", *(lines or ["None."]), ""]
+
+
 def _attempts(summary: Summary) -> list[str]:
     lost = [attempt for attempt in summary["attempts"] if attempt["status"] != "ok"]
     if not lost:
@@ -225,5 +235,5 @@ def _reproduce(summary: Summary) -> list[str]:
     ]
 
 
-ALL = (_tokens, _correctness, _latencies, _occupancy, _ceiling, _memory, _attempts, _identities, _machine, _reproduce)
+ALL = (_tokens, _correctness, _latencies, _occupancy, _ceiling, _memory, _attempts, _notes, _identities, _machine, _reproduce)
 """In the order in which a report shows them."""

@@ -11,7 +11,7 @@ import pytest
 
 from harness.analysis.ratios import AXES, THROUGHPUT
 from harness.evidence import layout
-from harness.evidence.schema import load_series
+from harness.evidence.schema import EvidenceError, load_series
 from harness.evidence.store import BrokenSeal, check_seal
 from harness.report.build import build_report
 from harness.report.markdown import render
@@ -270,6 +270,27 @@ def test_a_leg_without_a_peak_says_why(built: tuple[Path, dict[str, Any]]) -> No
     text = page({**built[1], "arms": arms})
     assert "- memory-1-on: no peak, cc1 (pid 9) was once at 300.0 MiB by VmHWM, and 10.0 MiB is the most" in text
     assert "- memory-2-off: the sampler's stream is cut short" in text and "no peak" not in page(built[1])
+
+
+def test_notes_of_legs_that_count_are_shown_once_each(tmp_path: Path) -> None:
+    series = make_series(tmp_path / "series", statuses={"performance-2": ["void", "ok"]})
+    note = "the page cache could not be proven: x | y"
+    for leg in series.glob("blocks/*/attempt-*/on/leg.json"):
+        edit_json(leg, lambda record: record.update(notes=[note] if record["attempt"] == 1 else []))
+    edit_json(series / "blocks/memory-1/attempt-1/pin/leg.json", lambda record: record.update(notes=["another"]))
+    reseal(series)
+    text = page(build_report(series))
+    section = text.split("## Notes of the legs")[1].split("##")[0]
+    names = "memory-1-on, memory-2-on, performance-1-on, performance-3-on"
+    assert section.strip().splitlines() == [f"- {note.replace('|', chr(92) + '|')} ({names})", "- another (memory-1-pin)"]
+
+
+def test_notes_that_are_no_texts_are_refused(tmp_path: Path) -> None:
+    series = make_series(tmp_path / "series")
+    edit_json(series / "blocks/memory-1/attempt-1/pin/leg.json", lambda record: record.update(notes=[{"a": 1}]))
+    reseal(series)
+    with pytest.raises(EvidenceError, match=r"memory-1/attempt-1/pin/leg.json: field `notes` is .*, expected a list of texts"):
+        build_report(series)
 
 
 def test_equal_occupancy_is_claimed_only_of_arms_that_ran(built: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
