@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-ON = False
+ON = os.environ.get("TRITON_INTERPRET") != "1"
 """Off under Triton's interpreter, which has no such thing."""
 
 

@@ -9,7 +9,7 @@ from triton.language.extra.cuda import gdc_wait
 
 from engine.kernels import dependent
 
-WARPS = 8
+WARPS = 16
 """Of a program over a row of more than 1,024 values."""
 
 

@@ -1,6 +1,6 @@
 """Levers on a step's time: what was expected of each, and what one process measured, old and new step in ABBA order.
 
-    python -m tools.bench.levers STEP_TIME.json docs/LEVERS.md        # derive the page from a record of tools.bench.step_time
+    python -m tools.bench.levers docs/LEVERS.md STEP_TIME.json ...    # derive the page from records of tools.bench.step_time, in order
 
 A lever is a switch of the engine as it is ("new") that can be set back ("old").  Decode levers are whole decode steps of 32 rows as
 graphs, captured under each setting; mixed levers are the step of 2,048 tokens launched kernel by kernel.
@@ -32,28 +32,32 @@ class Lever:
     place: str
     old: Any
     new: Any
+    decision: str
 
 
+DECODE_TUNING = "engine.kernels.attention_decode_triton:HALF_PRECISION"
 LEVERS = (
-    Lever("Decode attention: 7 stages of 32 tokens instead of 6", "decode", "+0.03 ms: 39.7 against 38.7 us a layer when the kernel ran alone",
-          "engine.kernels.attention_decode_triton:HALF_PRECISION", (32, 2, 6), (32, 2, 7)),
+    Lever("Decode attention: 7 stages of 32 tokens instead of 6", "decode",
+          "+0.03 ms: 39.7 against 38.7 us a layer when the kernel ran alone", DECODE_TUNING, (32, 2, 6), (32, 2, 7), "Dropped: slower."),
     Lever("Decode attention: 4 stages of 32 tokens instead of 6", "decode",
-          "-0.05 ms: 37.3 against 38.7 us a layer when the kernel ran alone",
-          "engine.kernels.attention_decode_triton:HALF_PRECISION", (32, 2, 6), (32, 2, 4)),
+          "-0.05 ms: 37.3 against 38.7 us a layer when the kernel ran alone", DECODE_TUNING, (32, 2, 6), (32, 2, 4),
+          "On for now.  It hangs on the next lever: faster without it, slower with it.  Six stages with dependent launch and 16 warps in "
+          "RMSNorm gave the shortest step of all, but the tests that need a card have not run on that combination."),
     Lever("Programmatic dependent launch of our own kernels", "decode",
           "-0.05 ms: 181 kernels, 0.29 us each in a chain of them (facts.json, dependent_launch)",
-          "engine.kernels.dependent:ON", False, True),
+          "engine.kernels.dependent:ON", False, True, "On: worth more than one in a hundred with six stages, nothing with four."),
     Lever("RMSNorm with 16 warps a row instead of 8", "decode", "-0.03 ms: one load of 16 bytes a thread, 73 kernels",
-          "engine.kernels.norm_triton:WARPS", 8, 16),
+          "engine.kernels.norm_triton:WARPS", 8, 16, "On: no difference that counts, and what the tests ran with."),
     Lever("RMSNorm with 16 warps a row instead of 8", "mixed", "none: bound by memory at 2,048 rows",
-          "engine.kernels.norm_triton:WARPS", 8, 16),
+          "engine.kernels.norm_triton:WARPS", 8, 16, "As predicted."),
     Lever("Decode attention beside prefill attention, on a stream of its own", "mixed",
-          "-1.0 ms: 1.6 ms bound by memory beside 2.8 ms that is not", "engine.kernels.streams:ON", False, True),
+          "-1.0 ms: 1.6 ms bound by memory beside 2.8 ms that is not", "engine.kernels.streams:ON", False, True,
+          "Kept, well short of the prediction; where the rest stays is not known."),
     Lever("Prefill attention: 32 keys a tile and 4 warps instead of 64 and 8", "mixed",
           "-0.19 ms: 76.4 against 81.8 us a layer when the kernel ran alone",
-          "engine.kernels.attention_prefill_triton:HALF_PRECISION", (64, 8, 3), (32, 4, 3)),
+          "engine.kernels.attention_prefill_triton:HALF_PRECISION", (64, 8, 3), (32, 4, 3), "Kept: more than predicted."),
     Lever("Last layer's feed-forward for sampled rows only", "mixed",
-          "-0.5 ms: 0.31 TFLOP at 650 TFLOP/s and one SiLU-mul", "engine.batch:SlotBatch.cuts_last_layer", False, True),
+          "-0.5 ms: 0.31 TFLOP at 650 TFLOP/s and one SiLU-mul", "engine.batch:SlotBatch.cuts_last_layer", False, True, "Kept."),
 )
 PAIRS = {"decode": 100, "mixed": 30}
 """ABBA rounds: two old and two new steps each."""
@@ -135,23 +139,48 @@ def _launch(llm: LLM, step: Any, lever: Lever, value: Any) -> None:
         llm.runner.launch(step)
 
 
-def page(record: dict[str, Any], source: str) -> str:
-    """docs/LEVERS.md from a record of step_time."""
+def page(records: dict[str, dict[str, Any]]) -> str:
+    """docs/LEVERS.md from records of step_time by file name; what a record does not hold is left out."""
     lines = [
         "# Levers", "",
-        "What was tried to make a step shorter, what was expected, and what one process on one card measured: the step with the lever off",
-        "and on, in ABBA order, event medians; the ratio is the median over rounds of new over old, with its quartiles.",
+        "What was tried to make a step shorter, what was expected, and what one process on one card measured. Each lever: the step with it",
+        "off and on, in ABBA order, event medians; on / off is the median over rounds, with its quartiles. All other settings are those of",
+        "the commit that ran, so levers that touch each other read differently from one run to the next. Runs follow each other in time.",
         "None of this compares with vLLM: that takes both arms in one series.", "",
-        f"{record['device']}, torch {record['versions']['torch']}, Triton {record['versions']['triton']}; "
-        f"code of commit {record['commit']}.",
-        f"Derived from `{source}` by `python -m tools.bench.levers`.", "",
-        "| lever | step | prediction | off, ms | on, ms | on / off | steps each |", "|---|---|---|---|---|---|---|",
+        "Derived by `python -m tools.bench.levers` from the records named.", "",
+        "## Decisions", "", "| lever | step | decision |", "|---|---|---|",
     ]
+    lines += [f"| {lever.name} | {lever.kind} | {lever.decision} |" for lever in LEVERS]
+    for source, record in records.items():
+        versions, sections = record["versions"], record["sections"]
+        commit = f"commit {record['commit']}" if record["commit"] else f"code {record['code_sha256'][:12]}"
+        lines += ["", f"## `{source}`", "", f"{record['device']}, torch {versions['torch']}, Triton {versions['triton']}; {commit}."]
+        for name, part in (("levers", _levers), ("tunings_decode", _tunings), ("decode", _steps), ("w_depth2", _workload)):
+            if sections.get(name, {}).get("value") is not None:
+                lines += part(record)
+    return "\n".join([*lines, ""])
+
+
+def _levers(record: dict[str, Any]) -> list[str]:
+    lines = ["", "| lever | step | prediction | off, ms | on, ms | on / off | steps each |", "|---|---|---|---|---|---|---|"]
     for row in record["sections"]["levers"]["value"]:
         low, _, high = row["ratio_quartiles"]
         lines.append(f"| {row['name']} | {row['kind']} | {row['prediction']} | {row['old_ms']:.3f} | {row['new_ms']:.3f} | "
                      f"{row['ratio']:.4f} ({low:.4f} to {high:.4f}) | {row['steps_each']} |")
-    return "\n".join([*lines, *_steps(record), *_workload(record), ""])
+    return lines
+
+
+def _tunings(record: dict[str, Any]) -> list[str]:
+    """The best settings of each attention kernel alone, by block size."""
+    lines = ["", "Attention alone, microseconds a layer: the best (tile, warps, stages) at each block size, and the others tried.", "",
+             "| kernel | block size | best | us | others tried, us |", "|---|---|---|---|---|"]
+    for kernel in ("decode", "prefill"):
+        rows = [row for row in record["sections"][f"tunings_{kernel}"]["value"] if "us" in row and not row.get("head_major")]
+        for size in sorted({row.get("block_size", 16) for row in rows}):
+            ranked = sorted((row for row in rows if row.get("block_size", 16) == size), key=lambda row: float(row["us"]))
+            rest = "; ".join(f"{tuple(row['tuning'])} {row['us']:.1f}" for row in ranked[1:])
+            lines.append(f"| {kernel} | {size} | {tuple(ranked[0]['tuning'])} | {ranked[0]['us']:.1f} | {rest} |")
+    return lines
 
 
 def _steps(record: dict[str, Any]) -> list[str]:
@@ -162,9 +191,9 @@ def _steps(record: dict[str, Any]) -> list[str]:
     kinds = sorted({kind for _, row in steps for kind in row["us_by_kind"]}, key=lambda kind: -mixed["us_by_kind"].get(kind, 0))
     floors = {row["rows"]: row["median_ms"] for row in record["sections"]["floors"]["value"]["linears"]}
     read = statistics.median(record["sections"]["floors"]["value"]["bandwidth"]["read_bytes_per_s"])
-    lines = ["", "## A step by kernel", "",
+    lines = ["",
              "Microseconds a step (profiler); the whole step from events. Decode contexts average "
-             f"{steps[0][1]['context']} tokens.",
+             f"{steps[0][1].get('context', 'unrecorded')} tokens.",
              "Floors of the same process: cuBLAS alone on all linears and the head, in a graph; keys and values at",
              f"{read / 1e12:.2f} TB/s, its read rate.", "",
              "| | " + " | ".join(name for name, _ in steps) + " |", "|---|" + "---|" * len(steps)]
@@ -173,16 +202,16 @@ def _steps(record: dict[str, Any]) -> list[str]:
     cublas = [floors[row["rows"]]["all_and_head"] for _, row in steps[:-1]] + [floors[2048]["all"]]
     lines.append("| floor: cuBLAS, ms | " + " | ".join(f"{ms:.3f}" for ms in cublas) + " |")
     token = 36 * 2 * 8 * 128 * 2
-    lines.append("| floor: reading keys and values, ms | "
-                 + " | ".join(f"{row['rows'] * row['context'] * token / read * 1e3:.3f}" for _, row in steps[:-1]) + " | |")
+    if all("context" in row for _, row in steps[:-1]):
+        lines.append("| floor: reading keys and values, ms | "
+                     + " | ".join(f"{row['rows'] * row['context'] * token / read * 1e3:.3f}" for _, row in steps[:-1]) + " | |")
     return lines
 
 
 def _workload(record: dict[str, Any]) -> list[str]:
     """W's passes."""
-    lines = ["", "## Workload W", "",
-             "128 requests of about 1,030 prompt tokens, 128 outputs each, 32 in flight, 2,048 tokens a step, bf16, Qwen3-4B's shape",
-             "with random weights, through the engine's loop and the harness's client; one warm-up pass before.", "",
+    lines = ["", "W: 128 requests of about 1,030 prompt tokens, 128 outputs each, 32 in flight, 2,048 tokens a step, bf16, Qwen3-4B's",
+             "shape with random weights, through the engine's loop and the harness's client; one warm-up pass before.", "",
              "| mode | total tok/s | mean TTFT, ms | mean TPOT, ms | ITL p50 / p95, ms | steps, mixed, replayed |",
              "|---|---|---|---|---|---|"]
     for name, section in record["sections"].items():
@@ -197,11 +226,11 @@ def _workload(record: dict[str, Any]) -> list[str]:
 
 def main(arguments: list[str]) -> int:
     """The command line."""
-    if len(arguments) != 2:
-        print("usage: python -m tools.bench.levers STEP_TIME.json PAGE.md", file=sys.stderr)
+    if len(arguments) < 2:
+        print("usage: python -m tools.bench.levers PAGE.md STEP_TIME.json ...", file=sys.stderr)
         return 64
-    source, target = map(Path, arguments)
-    target.write_text(page(json.loads(source.read_bytes()), str(source)), encoding="utf-8")
+    records = {source: json.loads(Path(source).read_bytes()) for source in arguments[1:]}
+    Path(arguments[0]).write_text(page(records), encoding="utf-8")
     return 0
 
 
