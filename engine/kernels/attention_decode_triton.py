@@ -27,7 +27,7 @@ class Tuning(NamedTuple):
     stages: int
 
 
-HALF_PRECISION, FULL_PRECISION = Tuning(32, 2, 4), Tuning(16, 4, 2)
+HALF_PRECISION, FULL_PRECISION = Tuning(32, 2, 6), Tuning(16, 4, 2)
 
 
 @triton.jit
