@@ -184,11 +184,13 @@ def _tunings(record: dict[str, Any]) -> list[str]:
 
 
 def _steps(record: dict[str, Any]) -> list[str]:
-    """The split by kernel, in microseconds, of the decode steps and the mixed one."""
+    """The split by kernel, in microseconds, of the decode steps and, where it was run, the mixed one."""
     steps = [(f"decode, {row['rows']} rows", row) for row in record["sections"]["decode"]["value"]]
-    mixed = record["sections"]["mixed"]["value"]
-    steps.append((f"mixed, {mixed['tokens']} tokens", mixed))
-    kinds = sorted({kind for _, row in steps for kind in row["us_by_kind"]}, key=lambda kind: -mixed["us_by_kind"].get(kind, 0))
+    decodes = len(steps)
+    if mixed := record["sections"].get("mixed", {}).get("value"):
+        steps.append((f"mixed, {mixed['tokens']} tokens", mixed))
+    longest = steps[-1][1]["us_by_kind"]
+    kinds = sorted({kind for _, row in steps for kind in row["us_by_kind"]}, key=lambda kind: (-longest.get(kind, 0), kind))
     floors = {row["rows"]: row["median_ms"] for row in record["sections"]["floors"]["value"]["linears"]}
     read = statistics.median(record["sections"]["floors"]["value"]["bandwidth"]["read_bytes_per_s"])
     lines = ["",
@@ -199,12 +201,14 @@ def _steps(record: dict[str, Any]) -> list[str]:
              "| | " + " | ".join(name for name, _ in steps) + " |", "|---|" + "---|" * len(steps)]
     lines += [f"| {kind} | " + " | ".join(f"{row['us_by_kind'].get(kind, 0):.0f}" for _, row in steps) + " |" for kind in kinds]
     lines.append("| **whole step, ms** | " + " | ".join(f"{row['median_ms']:.3f}" for _, row in steps) + " |")
-    cublas = [floors[row["rows"]]["all_and_head"] for _, row in steps[:-1]] + [floors[2048]["all"]]
+    cublas = [floors[row["rows"]]["all_and_head"] for _, row in steps[:decodes]]
+    cublas += [floors[2048]["all"]] if mixed else []
     lines.append("| floor: cuBLAS, ms | " + " | ".join(f"{ms:.3f}" for ms in cublas) + " |")
     token = 36 * 2 * 8 * 128 * 2
-    if all("context" in row for _, row in steps[:-1]):
+    if all("context" in row for _, row in steps[:decodes]):
         lines.append("| floor: reading keys and values, ms | "
-                     + " | ".join(f"{row['rows'] * row['context'] * token / read * 1e3:.3f}" for _, row in steps[:-1]) + " | |")
+                     + " | ".join(f"{row['rows'] * row['context'] * token / read * 1e3:.3f}" for _, row in steps[:decodes])
+                     + (" | |" if mixed else " |"))
     return lines
 
 
