@@ -3,12 +3,15 @@
     python -m harness.leg.memory --root-pid GUARD --out memory.jsonl.gz --marks marks.jsonl --period 0.2
 
 Every `period` it reads the resident parts of each process below the root (cheap); a pass over their PSS (dear: the kernel walks every
-page table) comes every max(period, 4 x the last pass's cost) and at each new line of the marks file.  It ends when the root is gone or its
+page table) comes every max(period, 4 x the last pass's cost), at each new line of the marks file, and when the tree has grown past
+all it was at earlier passes.  Until the arm is ready the resident parts are read every 10 ms, and kept when they are due or a new
+height: a loader's peak, with two copies of the weights, may last no longer than a tenth of a second.  It ends when the root is gone or its
 standard input closes.  The stream is gzipped JSON lines under `FILE.partial`, renamed to `FILE` when it is complete.
 
-Rows: {"kind": "rss" | "pss" | "end", "t_ns", "cost_s", "gap_s", "partial", "processes": [...], and for pss "trigger": "period" | "mark"}.
-`t_ns` is CLOCK_MONOTONIC when the pass began, `gap_s` the time since the pass of the same kind before it.  Sizes are in bytes; a value that
-could not be read is null.  A pass is partial when a process vanished or could not be read within it: it is no total.
+Rows: {"kind": "rss" | "pss" | "end", "t_ns", "cost_s", "gap_s", "partial", "processes": [...], and for pss
+"trigger": "period" | "mark" | "growth"}.  `t_ns` is CLOCK_MONOTONIC when the pass began, `gap_s` the time since the pass of the same kind
+before it.  Sizes are in bytes; a value that could not be read is null.  A pass is partial when a process vanished or could not be read
+within it: it is no total.
 """
 
 from __future__ import annotations
@@ -31,6 +34,9 @@ STATUS_FIELDS = {"rss_anon": "RssAnon", "rss_file": "RssFile", "rss_shmem": "Rss
 PSS_FIELDS = {"pss": "Pss", "pss_anon": "Pss_Anon", "pss_file": "Pss_File", "pss_shmem": "Pss_Shmem"}
 """Of /proc/PID/smaps_rollup: each page's size divided by the number of processes that map it."""
 COST_FACTOR = 4
+STARTUP_PERIOD_S = 0.01
+GROWTH = 1.02
+"""A tree this many times as large as at any pass before is worth a pass of its own."""
 
 
 class TreeReader:
@@ -102,6 +108,8 @@ class MarksWatch:
 
     def __init__(self, path: Path) -> None:
         self._path, self._lines, self._size = path, 0, -1
+        self.ready = False
+        """Whether the arm has set its mark `ready`."""
 
     def has_new(self) -> bool:
         """True once for each call after which the file had more complete lines than before."""
@@ -109,10 +117,12 @@ class MarksWatch:
             size = os.stat(self._path).st_size
             if size == self._size:
                 return False
-            lines = self._path.read_bytes().count(b"\n")
+            data = self._path.read_bytes()
         except OSError:
             return False
+        lines = data.count(b"\n")
         self._size, grown, self._lines = size, lines > self._lines, lines
+        self.ready = self.ready or b'"ready"' in data
         return grown
 
 
@@ -120,22 +130,36 @@ def sample(
     reader: TreeReader, marks: MarksWatch, period_s: float, emit: Callable[[dict[str, Any]], None], stop: Callable[[float], bool]
 ) -> None:
     """Sample until the root is gone or `stop(seconds)`, which sleeps that long, says so; ends with one row of kind `end`."""
-    next_rss = next_pss = time.monotonic()
+    next_rss = next_kept = next_pss = next_growth = time.monotonic()
+    highest = covered = 0
     reason = "root ended"
     while reader.root_is_alive():
         now = time.monotonic()
         if now >= next_rss:
-            emit(reader.rss())
-            next_rss = max(next_rss + period_s, now)
+            row = reader.rss()
+            resident = _resident(row)
+            if now >= next_kept or resident > highest:
+                emit(row)
+                next_kept = max(next_kept + period_s, now) if now >= next_kept else next_kept
+            highest = max(highest, resident)
+            next_rss = max(next_rss + (period_s if marks.ready else min(period_s, STARTUP_PERIOD_S)), now)
         marked = marks.has_new()
-        if marked or now >= next_pss:
-            row = reader.pss("mark" if marked else "period")
+        grown = highest > GROWTH * covered and now >= next_growth
+        if marked or grown or now >= next_pss:
+            row = reader.pss("mark" if marked else "growth" if grown else "period")
             emit(row)
+            covered = highest
+            next_growth = now + 2 * row["cost_s"]
             next_pss = now + row["cost_s"] + max(period_s, COST_FACTOR * row["cost_s"])
         if stop(max(0.001, min(next_rss, next_pss, now + period_s / 4) - time.monotonic())):
             reason = "told to stop"
             break
     emit({"kind": "end", "t_ns": time.monotonic_ns(), "reason": reason, "period_s": period_s})
+
+
+def _resident(row: dict[str, Any]) -> int:
+    """Resident bytes of an RSS pass; parts that could not be read do not count, so they never make a new height."""
+    return sum(process[part] or 0 for process in row["processes"] for part in ("rss_anon", "rss_file", "rss_shmem"))
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -34,7 +34,7 @@ ARM = f"""
     time.sleep(0.3)
     worker = threading.Thread(target=lambda: subprocess.run([sys.executable, "-S", "-c", {CHILD!r}]))
     mark("load_start"); worker.start(); worker.join(); mark("loaded")
-    mark("first_token"); time.sleep(0.8); mark("last_token")
+    mark("ready"); mark("first_token"); time.sleep(1.2); mark("last_token")
     time.sleep(0.1)
 """
 
@@ -89,8 +89,10 @@ def test_cadence_marks_and_root_left_out(tmp_path: Path) -> None:
     rows = run_sampled(tmp_path, ARM)
     rss, pss = ([row for row in rows if row["kind"] == kind] for kind in ("rss", "pss"))
     assert rows[0]["processes"] == [], "the root itself is not of the leg"
-    gaps = [row["gap_s"] for row in rss[1:]]
-    assert sorted(gaps)[len(gaps) // 2] == pytest.approx(0.2, rel=0.25)
+    ready = next(line["t_ns"] for line in map(json.loads, (tmp_path / "marks.jsonl").read_text().splitlines()) if line["mark"] == "ready")
+    before, after = ([row["gap_s"] for row in rss[1:] if (row["t_ns"] > ready + 0.2e9) is late] for late in (False, True))
+    assert sorted(after)[len(after) // 2] == pytest.approx(0.2, rel=0.25)
+    assert sorted(before)[len(before) // 2] < 0.05, "closer until the arm is ready"
     for earlier, later in pairwise(pss):
         if later["trigger"] == "period":
             assert later["gap_s"] >= max(0.2, 4 * earlier["cost_s"]) * 0.99
@@ -98,6 +100,30 @@ def test_cadence_marks_and_root_left_out(tmp_path: Path) -> None:
     marked = [row["t_ns"] for row in pss if row["trigger"] == "mark"]
     assert marked
     assert all(any(0 <= row - mark < 0.5e9 for row in marked) for mark in marks)
+
+
+BRIEF = """
+import time
+
+open("marks.jsonl", "w").close()
+time.sleep(0.5)
+data = bytearray(512 << 20)  # zero pages: nothing is resident yet
+for at in range(0, len(data), 4096):
+    data[at] = 1
+time.sleep(0.08)
+del data
+time.sleep(0.6)
+"""
+
+
+def test_a_peak_of_a_tenth_of_a_second_before_ready_is_caught(tmp_path: Path) -> None:
+    rows = run_sampled(tmp_path, BRIEF)
+    summary = summarise_memory(rows, [])
+    assert summary["peak_missed"] == []
+    assert summary["peak_pss"] == pytest.approx(512 * MIB, rel=0.05)
+    assert any(row.get("trigger") == "growth" for row in rows)
+    kept = [row for row in rows if row["kind"] == "rss"]
+    assert len(kept) < 80, "only what is due or a new height is kept"
 
 
 def test_ends_whole_when_its_input_closes(tmp_path: Path) -> None:
