@@ -13,6 +13,7 @@ import hashlib
 import math
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -125,7 +126,9 @@ def fill(shape: Shape, folder: Path, shard_bytes: int = SHARD_BYTES) -> None:
     for number, entries in enumerate(shards, 1):
         file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         print(f"{file}: {len(entries)} tensors", flush=True)
-        save_file({name: draw(name, size, std) for name, size, std in entries}, folder / file, metadata={"format": "pt"})
+        with ThreadPoolExecutor() as pool:  # a generator draws on one thread; tensors have a generator each
+            drawn = dict(zip((name for name, _, _ in entries), pool.map(lambda entry: draw(*entry), entries), strict=True))
+        save_file(drawn, folder / file, metadata={"format": "pt"})
         where |= {name: file for name, _, _ in entries}
     total = sum(2 * math.prod(size) for _, size, _ in tensors(shape))
     (folder / "model.safetensors.index.json").write_bytes(to_json({"metadata": {"total_size": total}, "weight_map": where}))
