@@ -203,9 +203,12 @@ def _pythons() -> dict[str, str]:
 
 
 def _interpreter(oracle: Oracle) -> Path:
+    """For packages that lie beside the machine's own torch: the interpreter that runs this, for it sees that torch, else another of the
+    right version."""
     if reasons := refusals(oracle):
         raise OracleError(f"oracle {oracle.name} cannot run here: {'; '.join(reasons)}")
-    return Path(_pythons()[oracle.machine.python])
+    own = ".".join(platform.python_version_tuple()[:2]) == oracle.machine.python
+    return Path(sys.executable if own else _pythons()[oracle.machine.python])
 
 
 def _lock(oracle: Oracle, root: Path) -> Path:

@@ -15,11 +15,11 @@ from collections.abc import Sequence
 from enum import Enum
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from legs.client import Delta
 from legs.drivers.common import main
-from legs.protocol import LegRequest, Marks, ProtocolError
+from legs.protocol import TOP, LegRequest, Marks, ProtocolError
 
 ENGINE_ARGUMENTS = {
     "dtype": "dtype",
@@ -119,6 +119,21 @@ class WorkerProbe:
         }
 
 
+class Given(NamedTuple):
+    """Scores as :class:`legs.drivers.scoring.Scores` has them."""
+
+    ids: list[int]
+    logprobs: list[float]
+    top: list[list[tuple[int, float]]]
+
+
+def _given(ids: list[int], rows: Sequence[dict[int, Any]]) -> Given:
+    """From vLLM's rows of {id: Logprob}: each holds the :data:`TOP` likeliest, and the row's own id even where it is not among them."""
+    top = [sorted((one.rank, token, one.logprob) for token, one in row.items() if one.rank <= TOP) for row in rows]
+    return Given(ids, [row[token].logprob for token, row in zip(ids, rows, strict=True)],
+                 [[(token, value) for _, token, value in at] for at in top])
+
+
 class VllmArm:
     """vLLM's LLMEngine as :class:`legs.drivers.common.Arm`."""
 
@@ -149,6 +164,35 @@ class VllmArm:
             Delta(int(output.request_id.rpartition("-")[2]), output.outputs[0].token_ids, output.outputs[0].finish_reason)
             for output in self._engine.step()
         ]
+
+    def score_given(self, prompts: Sequence[Sequence[int]], continuations: Sequence[Sequence[int]], batch: int) -> list[Given]:
+        """Prefill form: vLLM's `prompt_logprobs` over prompt and continuation as one prompt (the one id it must generate is dropped)."""
+        given = [list(ids) for ids in continuations]
+        whole = [[*prompt, *ids] for prompt, ids in zip(prompts, given, strict=True)]
+        found = self._all(whole, batch, max_tokens=1, ignore_eos=True, prompt_logprobs=TOP)
+        return [_given(ids, output.prompt_logprobs[-len(ids):]) for ids, output in zip(given, found, strict=True)]
+
+    def score_own(self, prompts: Sequence[Sequence[int]], batch: int) -> list[Given]:
+        """Decode form: greedy, with `logprobs` at each step, which vLLM takes before min_tokens masks anything."""
+        held = {name: getattr(self._sampling, name) for name in ("max_tokens", "min_tokens", "ignore_eos")}
+        found = self._all(prompts, batch, logprobs=TOP, **held)
+        return [_given(list(output.outputs[0].token_ids), output.outputs[0].logprobs) for output in found]
+
+    def _all(self, prompts: Sequence[Sequence[int]], batch: int, **sampling: Any) -> list[Any]:
+        """The finished outputs of all prompts, in their order, with `batch` in flight."""
+        from vllm import SamplingParams, TokensPrompt
+        from vllm.sampling_params import RequestOutputKind
+
+        params = SamplingParams(temperature=0.0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY, **sampling)
+        done: dict[int, Any] = {}
+        handed = 0
+        while len(done) < len(prompts):
+            while handed < len(prompts) and handed - len(done) < batch:
+                self._submitted += 1
+                self._engine.add_request(f"{self._submitted}-{handed}", TokensPrompt(prompt_token_ids=list(prompts[handed])), params)
+                handed += 1
+            done |= {int(output.request_id.rpartition("-")[2]): output for output in self._engine.step() if output.finished}
+        return [done[index] for index in range(len(prompts))]
 
     def who(self) -> dict[str, Any]:
         import vllm
@@ -196,10 +240,17 @@ def identity(module: str) -> dict[str, Any]:
     wanted = sorted({need.name.lower().replace("_", "-") for need in needs if need.marker is None or need.marker.evaluate({"extra": ""})})
     return {
         "distribution": name, "distribution_version": distribution.version, "python": platform.python_version(),
-        "packages": {package: version for package in TOLD_PACKAGES if (version := _version(package)) is not None},
+        "packages": {package: version for package in TOLD_PACKAGES if (version := _version(package)) is not None} | {"torch": _torch()},
         "record_sha256": _record_sha256(distribution.read_text("RECORD")),
         "missing": [package for package in wanted if _version(package) is None],
     }
+
+
+def _torch() -> str:
+    """torch's version with its build, as in 2.11.0+cu130: some wheels' metadata leave the build out."""
+    import torch
+
+    return str(torch.__version__)
 
 
 def _version(package: str) -> str | None:

