@@ -18,6 +18,9 @@ SUMMARY, REPORT, PLOTS, LOGS = "summary.json", "report.md", "plots", "logs"
 DERIVED = frozenset({SUMMARY, REPORT, PLOTS, LOGS})
 """Top-level names that are no evidence: rebuilt at will, or kept for people.  The manifest knows nothing of them."""
 
+NULL_ARM = "null"
+"""The name, and the driver, of the client's ceiling leg."""
+
 SINGLE = (CEILING, CORRECTNESS, WARMUP)
 """Phases of one block each."""
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from harness.evidence import layout
+from harness.evidence.layout import NULL_ARM
 from harness.evidence.store import read_manifest
 from legs.protocol import (
     MARK_NAMES,
@@ -35,8 +36,6 @@ SCHEMA = 1
 STATUSES = ("ok", "void", "failed", "hung", "interrupted")
 ROLES = ("ours", "pin", "older-release", "eager", "reduced-build")
 MEASURED = ("memory", "performance")
-NULL_ARM = "null"
-"""The name, and the driver, of the client's ceiling leg."""
 
 T = TypeVar("T")
 Fields = Mapping[str, type | tuple[type, ...]]
@@ -149,7 +148,7 @@ def load_series(path: Path) -> Series:
     _check(record["repository"], REPOSITORY_FIELDS, f"{layout.SERIES}: repository")
     gate_path = path / layout.CORRECTNESS / layout.GATE
     gate = _json(path, gate_path, GATE_FIELDS) if gate_path.exists() else None
-    blocks = [(layout.CORRECTNESS, 1, None), (layout.WARMUP, 1, None)]
+    blocks = [(phase, 1, None) for phase in layout.SINGLE]
     blocks += [(block["phase"], block["repetition"], block["order"]) for block in plan["blocks"]]
     attempts = [
         _load_attempt(path, plan, phase, repetition, number, order)
@@ -209,7 +208,8 @@ def _load_attempt(series: Path, plan: dict[str, Any], phase: str, repetition: in
         if order is not None and record["status"] == "ok":
             _need(record["order"] == order, name, "order", record["order"], f"the planned {order}")
     accepted = phase in MEASURED and record["status"] == "ok"
-    arms = record["order"] if accepted else [arm["name"] for arm in plan["arms"] if (folder / arm["name"] / layout.LEG).exists()]
+    known = [NULL_ARM] if phase == layout.CEILING else [arm["name"] for arm in plan["arms"]]
+    arms = record["order"] if accepted else [arm for arm in known if (folder / arm / layout.LEG).exists()]
     legs = {arm: _load_leg(series, plan, phase, repetition, number, arm) for arm in arms}
     for arm, leg in legs.items():
         _need(not accepted or leg.record["status"] == "ok", _shown(series, folder / arm / layout.LEG), "status", leg.record["status"],

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from harness.evidence.layout import CEILING
 from harness.report.text import (
     MIB,
     NONE,
@@ -100,7 +101,7 @@ def _occupancy(summary: Summary) -> list[str]:
 def _ceiling(summary: Summary) -> list[str]:
     ceiling = summary["ceiling"]
     if ceiling is None:
-        return ["## Client ceiling", "", "Not measured: this series has no leg against the null engine.", ""]
+        return ["## Client ceiling", "", f"Not measured: {cell(_no_ceiling(summary))}.", ""]
     rows = [
         [name, number((arm or {}).get("requests_per_s")), number((arm or {}).get("deltas_per_s")), *_client_share(arm)]
         for name, arm in ((name, ceiling["arms"][name]) for name, _ in arms_in_order(summary))
@@ -116,6 +117,14 @@ def _ceiling(summary: Summary) -> list[str]:
 
 
 def _client_share(arm: Summary | None) -> list[str]:
+def _no_ceiling(summary: Summary) -> str:
+    """Why there is no ceiling: what ended the last attempt at it."""
+    ended = [attempt["reasons"] for attempt in summary["attempts"] if attempt["phase"] == CEILING]
+    if not ended:
+        return "this series has no leg against the null engine"
+    return "; ".join(ended[-1]) or "its leg gave no reason"
+
+
     return [NONE, NONE] if arm is None else [percent(arm["share"]), "CLIENT-BOUND" if arm["bound"] else "the engine's"]
 
 

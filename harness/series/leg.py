@@ -59,7 +59,7 @@ class Context:
     arms: dict[str, dict[str, Any]] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.arms = {arm["name"]: arm for arm in self.plan["arms"]}
+        self.arms = {arm["name"]: arm for arm in (*self.plan["arms"], self.plan["ceiling"])}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -250,7 +250,7 @@ def _judge(
         reasons = checks.broken_contract(folder, request, result, arm["options"], prompt_tokens)
     except (ProtocolError, OSError, KeyError, ValueError) as error:
         return "failed", [str(error)], None
-    role, why = ("ours", []) if oracle is None else role_of(oracle, result)
+    role, why = _role(arm, oracle, result)
     if reasons:
         return "failed", reasons, role
     void = checks.contaminated(result)
@@ -259,6 +259,13 @@ def _judge(
     if void:
         return "void", void, role
     return "ok", [f"role {role}: {reason}" for reason in why], role
+
+
+def _role(arm: Mapping[str, Any], oracle: Oracle | None, result: Mapping[str, Any]) -> tuple[str | None, list[str]]:
+    """The role of a leg that ran, and why it is no pin.  The null engine has none: nothing is compared with it."""
+    if oracle is not None:
+        return role_of(oracle, result)
+    return (None if arm["driver"] == layout.NULL_ARM else "ours"), []
 
 
 def _memory_reasons(folder: Path) -> list[str]:

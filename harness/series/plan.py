@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from harness.evidence.layout import leg_name
+from harness.evidence.layout import CEILING, NULL_ARM, leg_name
 from harness.machine.idle_rule import IdleLimits
 from harness.series.spec import ArmSpec, Spec
 from harness.strict import SpecError
@@ -66,6 +66,7 @@ def make_plan(
         "workload": {**dataclasses.asdict(spec.workload), "output_tokens": spec.workload.requests * spec.workload.max_tokens},
         "phases": dataclasses.asdict(spec.phases),
         "arms": arms,
+        "ceiling": _ceiling(spec),
         "correctness": _correctness(spec, reference_cases),
         "warmup": [{"name": f"warmup-{arm}", "arm": arm} for arm in names],
         "blocks": blocks,
@@ -91,6 +92,14 @@ def _arm(name: str, arm: ArmSpec, shared: Mapping[str, Any], environments: Mappi
         "depth": options.get("depth"),
         "options": options,
         "environment": arm_environment(options, environments[arm.oracle] if arm.oracle else {}),
+    }
+
+
+def _ceiling(spec: Spec) -> dict[str, Any]:
+    """The leg against the null engine, with what a leg needs of its arm: called through the client of the arm that the verdict is on."""
+    return {
+        "leg": leg_name(CEILING, 1, NULL_ARM), "name": NULL_ARM, "driver": NULL_ARM, "oracle": None,
+        "client": spec.arms[spec.verdict.pairs[0][0]].client, "options": {}, "environment": {},
     }
 
 

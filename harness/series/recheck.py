@@ -21,7 +21,7 @@ def recheck_idle(series: Path, limits: IdleLimits) -> dict[str, Any]:
     if not series.is_dir():
         raise EvidenceError(f"{series}: there is no such series")
     store.check_seal(series, require_sealed=False)
-    parts = (layout.CORRECTNESS, layout.WARMUP, layout.BLOCKS)
+    parts = (*layout.SINGLE, layout.BLOCKS)
     paths = sorted(path for part in parts for path in (series / part).rglob(layout.IDLE))
     snapshots = [_judge(series, path, limits) for path in paths]
     if not snapshots:

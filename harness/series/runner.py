@@ -1,4 +1,4 @@
-"""A plan carried out: one lock, correctness first, warm-ups, then blocks with their retries; sealed evidence and a report at the end."""
+"""A plan carried out: one lock, the client's ceiling, correctness, warm-ups, blocks with retries; sealed evidence and a report at last."""
 
 from __future__ import annotations
 
@@ -99,10 +99,10 @@ def run_series(
         segment = _note_lock(out, None, "acquired", lock.record())
         corpus = corpus_path(spec.workload.corpus)
         try:
-            stages = {driver: stage(root, driver, out, corpus) for driver in {arm["driver"] for arm in plan["arms"]}}
+            stages = {driver: stage(root, driver, out, corpus) for driver in _drivers(plan)}
         except StageError as error:
             raise CannotResume(str(error)) from None
-        legs = len(plan["legs"]) + len(plan["warmup"]) + len((plan["correctness"] or {"legs": []})["legs"])
+        legs = 1 + len(plan["legs"]) + len(plan["warmup"]) + len((plan["correctness"] or {"legs": []})["legs"])
         context = Context(
             root=root, series=out, plan=plan, model=model, model_files=model_record["files"], oracles=prepared.oracles, stages=stages,
             lock=lock, progress=Progress(console, legs), own_roots={os.getpid()}, prompt_lengths=lengths,
@@ -126,20 +126,24 @@ def _prompt_lengths(root: Path, spec: Spec, file: str) -> list[int]:
 
 
 def _begin(root: Path, out: Path, prepared: Prepared, model_record: dict[str, Any]) -> None:
-    drivers = {arm["driver"] for arm in prepared.plan["arms"]}
+    drivers = _drivers(prepared.plan)
     store.create_series(out)
     write_atomic(out / "spec.toml", prepared.spec_bytes)
     write_atomic(out / "plan.json", to_json(prepared.plan))
     write_atomic(out / "series.json", to_json({
         "schema": SCHEMA, "name": prepared.spec.name, "plan_digest": prepared.plan["digest"], "machine": machine_record(),
         "repository": repository_record(root), "model": model_record, "python": sys.version.split()[0],
-        "code_sha256": {driver: code_sha256(root, driver) for driver in sorted(drivers)},
+        "code_sha256": {driver: code_sha256(root, driver) for driver in drivers},
         "harness_sha256": code_sha256(root, "harness"),
     }))
     store.record(out, ["spec.toml", "plan.json", "series.json"])
-    for driver in sorted(drivers):
-        folder, _ = stage(root, driver, out, corpus_path(prepared.spec.workload.corpus))
+    corpus = corpus_path(prepared.spec.workload.corpus)
+    for folder in sorted({stage(root, driver, out, corpus)[0] for driver in drivers}):  # two drivers of the same files share their copy
         store.record_tree(out, str(folder.relative_to(out)))
+
+
+def _drivers(plan: dict[str, Any]) -> list[str]:
+    return sorted({arm["driver"] for arm in (*plan["arms"], plan["ceiling"])})
 
 
 def _reopen(root: Path, out: Path, prepared: Prepared, model_record: dict[str, Any]) -> None:
@@ -173,7 +177,7 @@ def _adopt(out: Path) -> None:
     for name in store.unrecorded(out):
         parts = Path(name).parts
         depth = 3 if parts[0] == layout.BLOCKS else 2
-        if parts[0] not in (layout.BLOCKS, layout.CORRECTNESS, layout.WARMUP) or len(parts) <= depth:
+        if parts[0] not in (layout.BLOCKS, *layout.SINGLE) or len(parts) <= depth:
             continue
         folder = out.joinpath(*parts[:depth])
         if not (folder / layout.BLOCK).exists():
@@ -197,6 +201,7 @@ def _note_lock(out: Path, segment: int | None, event: str, record: dict[str, Any
 
 def _carry_out(context: Context, prepared: Prepared) -> None:
     plan = context.plan
+    _block(context, layout.CEILING, 1, [plan["ceiling"]["name"]])  # one that cannot be had is told in the report and blocks nothing
     if plan["correctness"] is not None:
         gate_folder = _block(context, layout.CORRECTNESS, 1, plan["correctness"]["arms"])
         if gate_folder is None or not _gate(context, prepared, gate_folder):

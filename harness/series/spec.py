@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from harness.evidence.layout import NULL_ARM
 from harness.strict import SpecError, build, read_toml
 from legs.protocol import CLIENTS, COMMON_OPTIONS
 
@@ -150,6 +151,7 @@ def _check_arms(spec: Spec, need: Need) -> None:
     need(len(spec.arms) >= 2, "arms", list(spec.arms), "at least two arms, or there is nothing to compare")
     for name, arm in spec.arms.items():
         where = f"arms.{name}"
+        need(name != NULL_ARM, where, name, "this name is the client's ceiling's; take another")
         need(name.isidentifier(), where, name, "an arm's name is made of letters, digits and `_`")
         need(arm.driver in DRIVER_OPTIONS, f"{where}.driver", arm.driver, f"one of {', '.join(DRIVER_OPTIONS)}")
         need(arm.client in CLIENTS, f"{where}.client", arm.client, f"one of {', '.join(CLIENTS)}")

@@ -6,7 +6,7 @@ import hashlib
 import shutil
 from pathlib import Path
 
-PARTS = {"engine": ("legs", "engine"), "vllm": ("legs",), "harness": ("harness",)}
+PARTS = {"engine": ("legs", "engine"), "vllm": ("legs",), "null": ("legs",), "harness": ("harness",)}
 """What each driver's stage holds; `harness` is never staged, only hashed for the record."""
 
 DATA = (("legs", "corpora"), ("legs", "references"), ("legs", "series"), ("legs", "oracles"))

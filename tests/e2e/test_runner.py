@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from harness import cli
+from harness.evidence import store
 from harness.series import leg, runner
 from tests.e2e import toy
 
@@ -42,9 +43,13 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, idle: None) -> Run:
     """Make a toy checkout and run its series in this process; returns the exit code and the series folder."""
     monkeypatch.setenv(toy.LOCK_VARIABLE, str(tmp_path / "lock"))
 
-    def do(fault: str = "", *changes: tuple[str, str]) -> tuple[int, Path]:
+    def do(fault: str = "", *changes: tuple[str, str], spoil: dict[str, tuple[str, str]] | None = None) -> tuple[int, Path]:
         root = tmp_path / "root"
         spec = toy.checkout(root, fault)
+        for name, (old, new) in (spoil or {}).items():
+            text = (root / name).read_text(encoding="utf-8")
+            assert old in text
+            (root / name).write_text(text.replace(old, new), encoding="utf-8")
         for old, new in changes:
             text = spec.read_text(encoding="utf-8")
             assert old in text
@@ -70,6 +75,33 @@ def test_a_series_of_good_arms_is_sealed_and_reported(run: Run, tmp_path: Path) 
     assert cli._run(["summarize", str(series)]) == code
     records = [json.loads(path.read_bytes()) for path in series.glob("blocks/*/*/*/leg.json")]
     assert len({record["code_sha256"] for record in records}) == 1, "ON and OFF run one code"
+
+
+def test_the_client_s_ceiling_is_measured_first_and_is_in_no_arm(run: Run) -> None:
+    code, series = run()
+    assert code in VERDICT
+    folder = series / "ceiling" / "attempt-1" / "null"
+    record = json.loads((folder / "leg.json").read_bytes())
+    assert (record["leg"], record["phase"], record["status"], record["role"], record["environment"]) == (
+        "ceiling-null", "ceiling", "ok", None, {})
+    assert (folder / "idle.json").exists() and json.loads((folder.parent / "block.json").read_bytes())["order"] == ["null"]
+    first = min(json.loads(path.read_bytes())["started_ns"] for path in series.glob("correctness/*/*/leg.json"))
+    assert record["ended_ns"] <= first, "the lock, the idle gate, then the ceiling"
+    ceiling = json.loads((series / "summary.json").read_bytes())["ceiling"]
+    traces = [json.loads(line) for line in gzip.decompress((folder / "requests.jsonl.gz").read_bytes()).splitlines()]
+    window = (max(trace["stamps"][-1][0] for trace in traces) - min(trace["submitted_ns"] for trace in traces)) / 1e9
+    assert ceiling["requests_per_s"] == pytest.approx(8 / window)
+    assert ceiling["arms"].keys() == {"on", "off"}
+    assert "answers at once the `step` client reaches" in (series / "report.md").read_text()
+
+
+def test_a_ceiling_that_cannot_be_had_is_told_and_blocks_nothing(run: Run) -> None:
+    code, series = run(spoil={"legs/drivers/null.py": ("self.steps += 1", "raise SystemExit('no ceiling today')")})
+    assert code in VERDICT
+    assert [json.loads(path.read_bytes())["status"] for path in sorted(series.glob("ceiling/*/block.json"))] == ["failed"] * 3
+    assert json.loads((series / "summary.json").read_bytes())["ceiling"] is None
+    (line,) = [line for line in (series / "report.md").read_text().splitlines() if line.startswith("Not measured: ")]
+    assert line.startswith("Not measured: ceiling-null: the arm exited with 1") and "no ceiling today" in line
 
 
 def test_evidence_holds_no_path_and_no_name_of_this_machine(run: Run, tmp_path: Path) -> None:
@@ -227,6 +259,19 @@ def test_a_changed_spec_cannot_resume(run: Run, tmp_path: Path, capsys: pytest.C
     spec.write_text(spec.read_text().replace("margin = 0.02", "margin = 0.03"), encoding="utf-8")
     assert cli._run(["run-series", str(spec), "--resume", str(series)]) == 4
     assert "begin a new series" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("place", ["ceiling/attempt-1", "correctness/attempt-1", "warmup/attempt-2", "blocks/memory-1/attempt-1"])
+def test_what_a_killed_runner_left_open_is_closed(tmp_path: Path, place: str) -> None:
+    store.create_series(tmp_path / "out")
+    left = tmp_path / "out" / place / "arm" / "request.json"
+    left.parent.mkdir(parents=True)
+    left.write_text("{}")
+    runner._adopt(tmp_path / "out")
+    block = json.loads((tmp_path / "out" / place / "block.json").read_bytes())
+    assert (block["status"], block["order"], block["attempt"]) == ("interrupted", ["arm"], int(place[-1]))
+    assert block["phase"] == place.split("/")[-2].removesuffix("-1")
+    assert store.unrecorded(tmp_path / "out") == []
 
 
 def wait_for(path: Path, process: subprocess.Popen[str], seconds: float = 60) -> None:

@@ -29,6 +29,9 @@ def test_eighteen_legs_unique_and_rotated(tmp_path: Path) -> None:
     assert names[:4] == ["memory-1-on", "memory-1-off", "memory-1-pin", "memory-2-off"]
     assert [leg["name"] for leg in plan["warmup"]] == ["warmup-on", "warmup-off", "warmup-pin"]
     assert not set(names) & {leg["name"] for leg in plan["warmup"]}
+    assert plan["ceiling"] == {"leg": "ceiling-null", "name": "null", "driver": "null", "oracle": None, "client": "step", "options": {},
+                               "environment": {}}
+    assert plan["ceiling"]["leg"] not in names
 
 
 def test_environment_deltas_are_exact(tmp_path: Path) -> None:

@@ -32,6 +32,7 @@ def test_a_good_spec_is_read(tmp_path: Path) -> None:
     ("schema = 1", "schema = 2", "schema", "2"),
     ('driver = "vllm"', 'driver = "sglang"', "arms.pin.driver", "'sglang'"),
     ('oracle = "vllm-toy"\n', "", "arms.pin.oracle", "None"),
+    ("[arms.pin]", "[arms.null]", "arms.null", "'null'"),
     ('load = "direct"', 'lod = "direct"', "arms.on.options", "'lod'"),
     ('load = "direct"', 'dtype = "bfloat16"', "arms.on.options", "'dtype'"),
     ('["on", "pin"]', '["on", "nope"]', "verdict.pairs", "['on', 'nope']"),
