@@ -116,7 +116,6 @@ def _ceiling(summary: Summary) -> list[str]:
     ]
 
 
-def _client_share(arm: Summary | None) -> list[str]:
 def _no_ceiling(summary: Summary) -> str:
     """Why there is no ceiling: what ended the last attempt at it."""
     ended = [attempt["reasons"] for attempt in summary["attempts"] if attempt["phase"] == CEILING]
@@ -125,6 +124,7 @@ def _no_ceiling(summary: Summary) -> str:
     return "; ".join(ended[-1]) or "its leg gave no reason"
 
 
+def _client_share(arm: Summary | None) -> list[str]:
     return [NONE, NONE] if arm is None else [percent(arm["share"]), "CLIENT-BOUND" if arm["bound"] else "the engine's"]
 
 

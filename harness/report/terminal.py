@@ -29,8 +29,8 @@ def print_plan(plan: dict[str, Any], console: Console) -> None:
     table = Table(show_edge=False)
     for column in ("block", "arms, in this order"):
         table.add_column(column)
-    if plan["correctness"]:
     table.add_row("ceiling, in no number", plan["ceiling"]["name"])
+    if plan["correctness"]:
         table.add_row(f"correctness, {plan['correctness']['cases']} cases an arm", " ".join(plan["correctness"]["arms"]))
     table.add_row("warmup, in no number", " ".join(leg["arm"] for leg in plan["warmup"]))
     for block in plan["blocks"]:
