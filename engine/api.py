@@ -139,7 +139,7 @@ def _resolve(config: EngineConfig, model: ModelConfig) -> dict[str, Any]:
         raise ConfigError(f"max_model_len is {length}; the checkpoint has {model.max_position_embeddings} positions")
     itemsize = getattr(torch, dtype).itemsize
     block_size = config.block_size or devices.BLOCK_SIZES[config.device]
-    block_bytes = block_size * model.num_layers * 2 * model.num_kv_heads * model.head_dim * itemsize
+    block_bytes = block_size * model.full_layers * 2 * model.num_kv_heads * model.head_dim * itemsize
     most = 1 + config.max_num_seqs * -(-length // block_size)
     return {
         "dtype": dtype, "device": config.device, "max_num_batched_tokens": config.max_num_batched_tokens,

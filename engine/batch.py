@@ -45,6 +45,8 @@ class Batch:
     """[L] rows whose id is the last one sampled in that slot."""
     decode_tables: torch.Tensor
     """[D, W] block tables cut to the longest decode."""
+    decode_slots: torch.Tensor
+    """[D]"""
     decode_mask: torch.Tensor
     """[D, 1, 1, W * block_size] additive."""
     chunks: tuple[Chunk, ...]
@@ -86,7 +88,8 @@ def pack(step: Step, block_tables: torch.Tensor, block_size: int, dtype: torch.d
     width = max((-(-(row.start + 1) // block_size) for row in decodes), default=0)
     return Batch(
         token_ids=ids, positions=positions, cache_rows=places, last_rows=last_rows, last_slots=last_slots,
-        decode_tables=block_tables[slots, :width], decode_mask=length_mask(lengths, width * block_size, dtype), chunks=tuple(chunks),
+        decode_tables=block_tables[slots, :width], decode_slots=slots,
+        decode_mask=length_mask(lengths, width * block_size, dtype), chunks=tuple(chunks),
         sample_rows=sample_rows, sample_slots=sample_slots, masked_samples=masked, masked_ids=masked_ids,
     )
 
@@ -119,6 +122,8 @@ class SlotBatch:
     """[D]; slot -1 with length 0 is padding."""
     tiles: torch.Tensor | None
     """[N, 4]: first row, rows, position of the first, slot."""
+    segments: torch.Tensor | None
+    """[C, 4]: as `tiles`, of each chunk whole."""
     sample_rows: torch.Tensor | None
     """[S]; None: all of them."""
 
@@ -137,6 +142,7 @@ class SlotFields(NamedTuple, Generic[Array]):
     slots: Array
     lengths: Array
     tiles: Array
+    segments: Array
     sample_rows: Array
     sample_slots: Array
     sample_positions: Array
@@ -172,6 +178,7 @@ def pack_slots(step: Step, block_size: int, tile_rows: int, width: int) -> SlotF
         [row.request.slot for row in alone],
         [row.start + 1 for row in alone],
         [value for tile in tiles for value in tile],
+        [value for row in ordered[len(alone):] for value in (first_row[id(row)], row.length, row.start, row.request.slot)],
         [first_row[id(row)] + row.length - 1 for row in sampling],
         [row.request.slot for row in sampling],
         [row.start + row.length - 1 for row in sampling],

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import gc
 import sys
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,8 +19,10 @@ from engine.graphs import DecodeGraphs
 from engine.kernels import dispatch as ops
 from engine.kernels import slots as columns
 from engine.kernels.devices import CARD
+from engine.kernels.gdn import GdnState
 from engine.kernels.transfer import PinnedRing
 from engine.layers.attention import Caches
+from engine.models.config import ModelConfig
 from engine.models.llama import Llama
 from engine.request import Request
 from engine.scheduler import Step
@@ -50,9 +54,11 @@ class Runner:
         self.block_size = block_size
         self.dtype = model.embed.dtype
         config = model.config
-        shape = (config.num_layers, num_blocks, block_size, 2 * config.num_kv_heads, config.head_dim)
+        shape = (config.full_layers, num_blocks, block_size, 2 * config.num_kv_heads, config.head_dim)
         self.last_sampled = torch.zeros(max_num_seqs, dtype=torch.int64)
-        self.caches = Caches(_zeros(shape, self.dtype), torch.zeros(max_num_seqs, -(-max_model_len // block_size), dtype=torch.int64))
+        self.caches = Caches(
+            _zeros(shape, dtype=self.dtype), torch.zeros(max_num_seqs, -(-max_model_len // block_size), dtype=torch.int64),
+            gdn_states(config, max_num_seqs, self.dtype, _zeros))
         self.sampler_calls = {"greedy": 0, "greedy_masked": 0}
         self.graph_replays = 0
         self.most_suppressed = sys.maxsize
@@ -116,8 +122,10 @@ class CardRunner:
         self.block_size = block_size
         self.tile_rows = ops.tile_rows(model.embed.dtype)
         self.state = torch.zeros(max_num_seqs, columns.BLOCKS + -(-max_model_len // block_size), dtype=torch.int32, device=device)
-        shape = (config.num_layers, num_blocks, block_size, 2 * config.num_kv_heads, config.head_dim)
-        self.caches = Caches(torch.zeros(shape, dtype=model.embed.dtype, device=device), self.state[:, columns.BLOCKS :])
+        shape = (config.full_layers, num_blocks, block_size, 2 * config.num_kv_heads, config.head_dim)
+        self.caches = Caches(
+            torch.zeros(shape, dtype=model.embed.dtype, device=device), self.state[:, columns.BLOCKS :],
+            gdn_states(config, max_num_seqs, model.embed.dtype, partial(torch.zeros, device=device)))
         self.ring = PinnedRing(depth + 2, 1 << 16)
         self.sampler_calls = {"greedy": 0, "greedy_masked": 0}
         self.most_suppressed = columns.MOST_SUPPRESSED
@@ -171,7 +179,8 @@ class CardRunner:
         slots = self.seats[:rows]
         ids, positions, places, lengths = ops.begin(self.state, slots, self.tick, self.block_size)
         batch = SlotBatch(
-            token_ids=ids, positions=positions, cache_rows=places, slots=slots, lengths=lengths, tiles=None, sample_rows=None)
+            token_ids=ids, positions=positions, cache_rows=places, slots=slots, lengths=lengths, tiles=None, segments=None,
+            sample_rows=None)
         self._sample(self.model.forward(batch, self.caches), slots, positions)
 
     def _mixed(self, step: Step) -> None:
@@ -183,7 +192,7 @@ class CardRunner:
         there.token_ids.index_copy_(0, there.last_rows.long(), last_ids)
         batch = SlotBatch(
             token_ids=there.token_ids, positions=there.positions, cache_rows=there.cache_rows, slots=there.slots, lengths=there.lengths,
-            tiles=there.tiles.view(-1, 4), sample_rows=there.sample_rows)
+            tiles=there.tiles.view(-1, 4), segments=there.segments.view(-1, 4), sample_rows=there.sample_rows)
         hidden = self.model.forward(batch, self.caches)
         if there.sample_rows.numel():
             self.tick += 1
@@ -223,6 +232,17 @@ class CardRunner:
             there = torch.cuda.Event()
             there.record()
         return Arriving(target, there)
+
+
+def gdn_states(config: ModelConfig, slots: int, dtype: torch.dtype, zeros: Callable[..., torch.Tensor]) -> tuple[GdnState, ...]:
+    """Each gated delta net layer's states of all slots, made by `zeros(shape, dtype=...)`; nothing for a model without such layers."""
+    sizes = config.linear
+    if sizes is None:
+        return ()
+    recurrent = (slots, sizes.value_heads, sizes.value_dim, sizes.key_dim)
+    return tuple(
+        GdnState(zeros((slots, sizes.conv_width - 1, sizes.channels), dtype=dtype), zeros(recurrent, dtype=torch.float32))
+        for kind in config.layer_kinds if kind == "linear_attention")
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from engine.kernels import activation, attention, norm, place, sample, streams
+from engine.kernels import activation, attention, gated_attention, gdn, norm, norm_centred, place, sample, streams
 from engine.kernels import linear as linear_kernels
 from engine.kernels.devices import CARD, HOST
 
@@ -43,6 +43,76 @@ def place_tokens(
 
         return place_triton.place(qkv, heads, norms, eps, cos, sin, cache, rows)
     return place.place_reference(qkv, heads, norms, eps, cos, sin, cache, rows)
+
+
+def rms_norm_centred(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """See `norm_centred.rms_norm_centred_reference`."""
+    if x.is_cuda:
+        from engine.kernels import norm_centred_triton
+
+        return norm_centred_triton.rms_norm_centred(x, weight, eps)
+    return norm_centred.rms_norm_centred_reference(x, weight, eps)
+
+
+def add_rms_norm_centred(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `norm_centred.add_rms_norm_centred_reference`."""
+    if x.is_cuda:
+        from engine.kernels import norm_centred_triton
+
+        return norm_centred_triton.add_rms_norm_centred(x, residual, weight, eps)
+    return norm_centred.add_rms_norm_centred_reference(x, residual, weight, eps)
+
+
+def place_gated(
+    projected: torch.Tensor, heads: int, norms: tuple[torch.Tensor, torch.Tensor], eps: float, cos: torch.Tensor, sin: torch.Tensor,
+    cache: torch.Tensor, rows: torch.Tensor,
+) -> torch.Tensor:
+    """See `gated_attention.place_gated_reference`."""
+    if projected.is_cuda:
+        from engine.kernels import gated_attention_triton
+
+        return gated_attention_triton.place_gated(projected, heads, norms, eps, cos, sin, cache, rows)
+    return gated_attention.place_gated_reference(projected, heads, norms, eps, cos, sin, cache, rows)
+
+
+def gate(out: torch.Tensor, projected: torch.Tensor, heads: int) -> torch.Tensor:
+    """See `gated_attention.gate_reference`."""
+    if out.is_cuda:
+        from engine.kernels import gated_attention_triton
+
+        return gated_attention_triton.gate(out, projected, heads)
+    return gated_attention.gate_reference(out, projected, heads)
+
+
+def gdn_decode(
+    projected: torch.Tensor, weights: gdn.GdnWeights, state: gdn.GdnState, slots: torch.Tensor, first: torch.Tensor
+) -> torch.Tensor:
+    """See `gdn.gdn_decode_reference`."""
+    return gdn.gdn_decode_reference(projected, weights, state, slots, first)
+
+
+def gdn_prefill(projected: torch.Tensor, weights: gdn.GdnWeights, state: gdn.GdnState, slot: int, first: bool) -> torch.Tensor:
+    """See `gdn.gdn_prefill_reference`."""
+    return gdn.gdn_prefill_reference(projected, weights, state, slot, first)
+
+
+def gdn_slots(
+    projected: torch.Tensor, weights: gdn.GdnWeights, state: gdn.GdnState, slots: torch.Tensor, lengths: torch.Tensor,
+    segments: torch.Tensor | None,
+) -> torch.Tensor:
+    """The card's form of both: rows of slots [D] first, then those that `segments` name; projected [T, ...] -> [T, Hv * V].
+
+    See `gdn_decode_triton.gdn_decode` and `gdn_prefill_triton.gdn_prefill`.
+    """
+    from engine.kernels import gdn_decode_triton, gdn_prefill_triton
+
+    out = torch.empty(
+        projected.shape[0], weights.a_log.shape[0] * weights.norm.shape[0], dtype=projected.dtype, device=projected.device)
+    if slots.shape[0]:
+        gdn_decode_triton.gdn_decode(projected, weights, state, slots, lengths, out)
+    if segments is not None and segments.shape[0]:
+        gdn_prefill_triton.gdn_prefill(projected, weights, state, segments, out)
+    return out
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

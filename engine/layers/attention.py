@@ -8,14 +8,17 @@ import torch
 
 from engine.batch import Batch, SlotBatch
 from engine.kernels import dispatch as ops
+from engine.kernels.gdn import GdnState
 
 
 @dataclass(frozen=True)
 class Caches:
-    """What lasts between steps and the model reads: keys and values [layers, blocks, block_size, 2 * Hkv, D], block tables [slots, W]."""
+    """What lasts between steps and the model reads: keys and values [full layers, blocks, block_size, 2 * Hkv, D], block tables
+    [slots, W], and of each gated delta net layer the slots' states."""
 
     keys_values: torch.Tensor
     block_tables: torch.Tensor
+    states: tuple[GdnState, ...] = ()
 
 
 def paged_attention(

@@ -24,6 +24,8 @@ class Parameter:
     shape: tuple[int, ...]
     sources: tuple[tuple[str, int], ...]
     """(tensor name, rows) in order."""
+    dtype: torch.dtype | None = None
+    """None: the model's."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,7 @@ def load(
     """
     entries = read_headers(folder)
     _check(folder, parameters, entries, ignored)
-    made = {parameter.name: torch.empty(parameter.shape, dtype=dtype, device=device) for parameter in parameters}
+    made = {parameter.name: torch.empty(parameter.shape, dtype=parameter.dtype or dtype, device=device) for parameter in parameters}
     pieces = [piece for parameter in parameters for piece in _pieces(parameter, made[parameter.name], entries)]
     WAYS[way](pieces)
     return made

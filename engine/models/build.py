@@ -11,8 +11,11 @@ from engine.loader.load import load
 from engine.models.config import ModelConfig
 from engine.models.llama import Llama
 from engine.models.qwen3 import Qwen3
+from engine.models.qwen3_5 import Qwen3_5
 
-MODELS: dict[str, type[Llama]] = {"LlamaForCausalLM": Llama, "Qwen3ForCausalLM": Qwen3}
+MODELS: dict[str, type[Llama]] = {
+    "LlamaForCausalLM": Llama, "Qwen3ForCausalLM": Qwen3, "Qwen3_5ForCausalLM": Qwen3_5, "Qwen3_5ForConditionalGeneration": Qwen3_5,
+}
 
 
 def build_model(folder: Path, config: ModelConfig, dtype: torch.dtype, length: int, way: str, device: str = HOST) -> Llama:

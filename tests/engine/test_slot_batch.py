@@ -72,7 +72,7 @@ def test_a_slot_s_row_says_when_its_ids_are_unrestricted() -> None:
 
 
 def test_fields_begin_at_multiples_of_sixteen_bytes() -> None:
-    fields = SlotFields(*(np.arange(size, dtype=np.int32) for size in range(13)))
+    fields = SlotFields(*(np.arange(size, dtype=np.int32) for size in range(len(SlotFields._fields))))
     parts, begins = flatten(fields)
     packed = np.concatenate(parts)
     assert all(begin % 4 == 0 for begin in begins)
