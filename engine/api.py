@@ -13,14 +13,17 @@ from engine.config import DTYPES, EngineConfig
 from engine.errors import CheckpointError, ConfigError, EngineError, RequestError
 from engine.kernels import devices, dispatch
 from engine.kv_cache import BlockPool
+from engine.loader.load import Note, silent
 from engine.loop import Loop, StepOutput
 from engine.models.build import build_model
 from engine.models.config import ModelConfig, read_config
 from engine.request import Request, SamplingParams
 from engine.runner import make_runner
 from engine.scheduler import Scheduler
+from engine.score import TokenScores, score_sequence
 
-__all__ = ["LLM", "CheckpointError", "ConfigError", "EngineError", "RequestError", "RequestOutput", "SamplingParams", "StepOutput"]
+__all__ = ["LLM", "CheckpointError", "ConfigError", "EngineError", "RequestError", "RequestOutput", "SamplingParams", "StepOutput",
+           "TokenScores"]
 
 
 @dataclass
@@ -34,23 +37,27 @@ class RequestOutput:
 
 
 class LLM:
-    """An engine over one checkpoint folder.  `options` are the fields of :class:`engine.config.EngineConfig`.
+    """An engine over one checkpoint folder.  `options` are the fields of :class:`engine.config.EngineConfig`; `note` is told how far the
+    start has come: context (of the device), read and copied (the weights), captured (what decode steps need is built).
 
     Raises :class:`ConfigError` for an option and :class:`CheckpointError` for a checkpoint; then no engine exists.
     """
 
-    def __init__(self, model: str | Path, **options: Any) -> None:
+    def __init__(self, model: str | Path, note: Note = silent, **options: Any) -> None:
         config = _engine_config(options)
         self.model_config = read_config(Path(model))
         if config.threads is not None:
             torch.set_num_threads(config.threads)
         self.resolved = _resolve(config, self.model_config)
+        devices.wake(self.resolved["device"])
+        note("context")
         built = build_model(
             Path(model), self.model_config, getattr(torch, self.resolved["dtype"]), self.resolved["max_model_len"], self.resolved["load"],
-            self.resolved["device"])
+            self.resolved["device"], note)
         self.blocks = BlockPool(self.resolved["num_blocks"], self.resolved["block_size"])
         self.scheduler = Scheduler(self.resolved["max_num_batched_tokens"], self.resolved["max_num_seqs"], self.blocks)
         self.runner = make_runner(built, self.resolved)
+        note("captured")
         self.loop = Loop(self.scheduler, self.runner, self.resolved["depth"])
         self._open: set[str] = set()
 
@@ -111,6 +118,24 @@ class LLM:
                     outputs[request_id].token_ids.extend(ids)
                     outputs[request_id].finish_reason = finish
         return list(outputs.values())
+
+    def score(self, sequences: Sequence[tuple[Sequence[int], Sequence[int]]], top: int = 20) -> list[TokenScores]:
+        """Log-probabilities of given ids, teacher-forced: each sequence is (prompt ids, continuation ids), scored one after the other in
+        prefill form; nothing is sampled or masked.  Natural logarithms, computed in float32; `top` likeliest ids at each position.
+
+        Raises :class:`RequestError` for a sequence that cannot be served, and while requests are unfinished.
+        """
+        if self.has_unfinished():
+            raise RequestError("scoring needs the engine to itself: requests are unfinished")
+        limit = min(self.resolved["max_model_len"], self.blocks.usable * self.blocks.block_size)
+        for index, (prompt, ids) in enumerate(sequences):
+            if not prompt or not ids or not all(0 <= token < self.model_config.vocab_size for token in (*prompt, *ids)):
+                raise RequestError(f"sequence {index}: prompt and continuation need ids in 0..{self.model_config.vocab_size - 1}")
+            if len(prompt) + len(ids) > limit:
+                raise RequestError(f"sequence {index}: {len(prompt)} prompt and {len(ids)} given ids exceed the {limit} that fit")
+        if not 0 < top <= self.model_config.vocab_size:
+            raise RequestError(f"top is {top!r}; it must lie in 1..{self.model_config.vocab_size}")
+        return [score_sequence(self.runner, self.scheduler, prompt, ids, top) for prompt, ids in sequences]
 
     def counters(self) -> dict[str, Any]:
         """Counts since the engine was made.  Nothing is ever preempted, and there is no prefix cache to ask."""

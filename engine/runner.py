@@ -185,7 +185,15 @@ class CardRunner:
 
     def _mixed(self, step: Step) -> None:
         """A step with prompt tokens, launched kernel by kernel."""
-        there = self._upload(pack_slots(step, self.block_size, self.tile_rows, self.state.shape[1]))
+        batch, there = self.lay_out(step, pack_slots(step, self.block_size, self.tile_rows, self.state.shape[1]))
+        hidden = self.model.forward(batch, self.caches)
+        if there.sample_rows.numel():
+            self.tick += 1
+            self._sample(hidden, there.sample_slots, there.sample_positions)
+
+    def lay_out(self, step: Step, fields: SlotFields[np.ndarray]) -> tuple[SlotBatch, SlotFields[torch.Tensor]]:
+        """A packed step on the card: the slots it admits are written, the ids its decodes begin with filled in."""
+        there = self._upload(fields)
         if step.admitted:
             self.state.index_copy_(0, there.admitted.long(), there.states.view(len(step.admitted), -1))
         last_ids = self.state[:, columns.LAST_ID].index_select(0, there.last_slots)
@@ -193,10 +201,7 @@ class CardRunner:
         batch = SlotBatch(
             token_ids=there.token_ids, positions=there.positions, cache_rows=there.cache_rows, slots=there.slots, lengths=there.lengths,
             tiles=there.tiles.view(-1, 4), segments=there.segments.view(-1, 4), sample_rows=there.sample_rows)
-        hidden = self.model.forward(batch, self.caches)
-        if there.sample_rows.numel():
-            self.tick += 1
-            self._sample(hidden, there.sample_slots, there.sample_positions)
+        return batch, there
 
     def _sample(self, hidden: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor) -> None:
         """Greedy ids of hidden [S, hidden]; each slot moves on by one."""

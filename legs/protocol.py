@@ -9,6 +9,8 @@ its working directory, and leaves these files there (all written with :func:`wri
     outputs.json.gz     out: the output ids, a list of lists in corpus order
     result.json         out, last: a result as :func:`check_result` accepts it.  A leg without it did not happen
 
+A leg of phase `score` runs no clock: it is given score.json.gz beside request.json and leaves scores.json.gz instead of the two streams.
+
 Standard library only: this module runs in every arm's interpreter.  docs/LEG_PROTOCOL.md tells the same to other languages.
 """
 
@@ -20,6 +22,7 @@ import hashlib
 import json
 import os
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,12 +30,20 @@ from typing import Any, NamedTuple
 PROTOCOL = 1
 
 REQUEST, MARKS, TRACES, OUTPUTS, RESULT = "request.json", "marks.jsonl", "requests.jsonl.gz", "outputs.json.gz", "result.json"
+SCORE, SCORES = "score.json.gz", "scores.json.gz"
 """File names inside a leg folder."""
 
-PHASES = ("ceiling", "correctness", "warmup", "memory", "performance")
+SCORE_PHASE = "score"
+PHASES = ("ceiling", "correctness", "warmup", "memory", "performance", SCORE_PHASE)
+FORMS = ("prefill", "decode")
+TOP = 20
+"""How many of the likeliest ids a score names at each position: as many as vLLM hands out by default."""
 CLIENTS = ("step", "async")
 MARK_NAMES = ("imported", "load_start", "loaded", "ready", "warm", "first_submit", "first_token", "last_token", "drained")
 """Marks of every leg, in the order they must appear.  `progress` marks (with a `tokens` count) may lie between first_submit and drained."""
+START_MARKS = ("context", "read", "copied", "captured", "warmup_token")
+"""Marks that tell more of a start where an arm can, in this order: between load_start and loaded the device's context, the weights read and
+all arrived, the decode steps' graphs; between ready and warm the first token of a warm-up request, which ends the start."""
 
 MODEL_VARIABLE = "PARITY_MODEL"
 """Environment variable that holds the checkpoint folder: evidence itself never holds an absolute path."""
@@ -109,6 +120,34 @@ class Corpus:
     vocab_size: int
     prompts: tuple[tuple[int, ...], ...]
     warmup: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoreJob:
+    """Continuations of the corpus's first prompts whose log-probabilities are wanted, `batch` of them in flight at a time.
+
+    `prefill` scores given ids, all positions of a sequence in the pass that reads it: `ids`, or those of the earlier job named `follow`.
+    `decode` has the engine write its own greedy ids one by one, as the request's sampling says, and scores them as they come.
+    """
+
+    name: str
+    form: str
+    batch: int
+    ids: tuple[tuple[int, ...], ...] | None = None
+    follow: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scored:
+    """One continuation and what the engine thinks of it, before anything is masked: natural logarithms, in float32."""
+
+    anchor: str
+    """:func:`anchor` of the prompt and the ids that were really scored."""
+    ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    """Of each id, after the prompt and the ids before it."""
+    top: tuple[tuple[tuple[int, float], ...], ...]
+    """At each position (id, logprob) of the :data:`TOP` likeliest ids, likeliest first."""
 
 
 class Marks:
@@ -233,6 +272,57 @@ def write_outputs(folder: Path, outputs: list[list[int]]) -> str:
 def read_outputs(folder: Path) -> list[list[int]]:
     outputs: list[list[int]] = json.loads(gzip.decompress((folder / OUTPUTS).read_bytes()))
     return outputs
+
+
+def anchor(prompt: Sequence[int], ids: Sequence[int]) -> str:
+    """SHA-256 that binds a score to exactly these ids after exactly this prompt: with one id changed it is another score."""
+    return sha256(json.dumps([list(prompt), list(ids)], separators=(",", ":")).encode())
+
+
+def write_jobs(folder: Path, jobs: Sequence[ScoreJob]) -> str:
+    """Write score.json.gz and return its SHA-256."""
+    data = to_gzip(to_json([dataclasses.asdict(job) for job in jobs]))
+    write_atomic(folder / SCORE, data)
+    return sha256(data)
+
+
+def read_jobs(folder: Path, requests: int) -> list[ScoreJob]:
+    """Read and check score.json.gz.  Raises :class:`ProtocolError` naming the job and what is wrong with it."""
+    jobs: dict[str, ScoreJob] = {}
+    for raw in json.loads(gzip.decompress((folder / SCORE).read_bytes())):
+        job = ScoreJob(**{**raw, "ids": None if raw["ids"] is None else tuple(map(tuple, raw["ids"]))})
+        given = (job.ids is not None) + (job.follow is not None)
+        for good, problem in (
+            (job.name not in jobs, "has a name that an earlier job has"),
+            (job.form in FORMS, f"form {job.form!r} is unknown"),
+            (job.batch >= 1, f"batch {job.batch!r} is not 1 or more"),
+            (given == (job.form == "prefill"), "prefill scores `ids` or those of `follow`, decode writes its own"),
+            (job.follow is None or job.follow in jobs, f"follows {job.follow!r}, which is no earlier job"),
+            (job.ids is None or (len(job.ids) == requests and all(job.ids)), f"has not {requests} continuations of one id or more"),
+        ):
+            if not good:
+                raise ProtocolError(f"{SCORE}: job {job.name!r} {problem}")
+        jobs[job.name] = job
+    return list(jobs.values())
+
+
+def write_scores(folder: Path, scores: Mapping[str, Sequence[Scored]]) -> str:
+    """Write scores.json.gz, {job name: scores in corpus order}, and return its SHA-256."""
+    data = to_gzip(json.dumps(
+        {name: [dataclasses.asdict(one) for one in of] for name, of in scores.items()}, allow_nan=False, separators=(",", ":")).encode())
+    write_atomic(folder / SCORES, data)
+    return sha256(data)
+
+
+def read_scores(folder: Path) -> dict[str, list[Scored]]:
+    raw = json.loads(gzip.decompress((folder / SCORES).read_bytes()))
+    return {
+        name: [Scored(
+            anchor=one["anchor"], ids=tuple(one["ids"]), logprobs=tuple(one["logprobs"]),
+            top=tuple(tuple((token, value) for token, value in at) for at in one["top"]),
+        ) for one in of]
+        for name, of in raw.items()
+    }
 
 
 def read_marks(folder: Path) -> list[dict[str, Any]]:

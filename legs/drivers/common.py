@@ -11,14 +11,17 @@ from typing import Any, Protocol
 
 import legs
 from legs.client import Delta, closed_loop
+from legs.drivers.scoring import run_jobs
 from legs.protocol import (
     MARKS,
     MODEL_VARIABLE,
     OUTPUTS,
     PROTOCOL,
     RESULT,
+    SCORE_PHASE,
     SITE_VARIABLE,
     TRACES,
+    Corpus,
     LegRequest,
     Marks,
     ProtocolError,
@@ -80,27 +83,34 @@ def main(build: Builder) -> None:
     marks("ready")
     try:
         if request.warmup_requests:
-            closed_loop(arm, corpus.warmup[: request.warmup_requests], request.concurrency)
+            warmed, _ = closed_loop(arm, corpus.warmup[: request.warmup_requests], request.concurrency)
+            marks("warmup_token", min(trace.stamps[0][0] for trace in warmed))
         marks("warm")
         before = arm.counters()
-        traces, outputs = closed_loop(arm, corpus.prompts[: request.requests], request.concurrency, _progress(marks))
-        _mark_window(marks, traces)
+        if request.phase == SCORE_PHASE:
+            files, counts = run_jobs(arm, folder, request, corpus)
+        else:
+            files, counts = _measure(arm, folder, request, corpus, marks)
         counters = _difference(before, arm.counters())
-        files = {TRACES: write_traces(folder, traces), OUTPUTS: write_outputs(folder, outputs)}
         result = {
             "protocol": PROTOCOL, "leg": request.leg, "arm": request.arm, "client": request.client,
             "who": arm.who(), "device": arm.device(), "resolved": arm.resolved(), "counters": counters, "pids": arm.pids(),
-            "counts": {
-                "requests": len(traces),
-                "prompt_tokens": sum(trace.prompt_tokens for trace in traces),
-                "output_tokens": sum(map(len, outputs)),
-            },
-            "files": files, "sys_path": [_relative(entry) for entry in sys.path],
+            "counts": counts, "files": files, "sys_path": [_relative(entry) for entry in sys.path],
         }
         check_result(result, request)
     finally:
         arm.close()
     write_atomic(folder / RESULT, to_json(result))
+
+
+def _measure(arm: Arm, folder: Path, request: LegRequest, corpus: Corpus, marks: Marks) -> tuple[dict[str, str], dict[str, int]]:
+    """Run the clock, write the two streams; returns their `files` and `counts` for the result."""
+    traces, outputs = closed_loop(arm, corpus.prompts[: request.requests], request.concurrency, _progress(marks))
+    _mark_window(marks, traces)
+    counts = {
+        "requests": len(traces), "prompt_tokens": sum(trace.prompt_tokens for trace in traces), "output_tokens": sum(map(len, outputs)),
+    }
+    return {TRACES: write_traces(folder, traces), OUTPUTS: write_outputs(folder, outputs)}, counts
 
 
 def _progress(marks: Marks) -> Callable[[int, int], None]:

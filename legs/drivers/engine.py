@@ -14,12 +14,12 @@ from typing import Any
 import torch
 
 import engine
-from engine.api import LLM, SamplingParams
-from engine.errors import ConfigError, EngineError
+from engine.api import LLM, SamplingParams, TokenScores
+from engine.errors import ConfigError, EngineError, RequestError
 from engine.kernels import devices
 from legs.client import Delta
 from legs.drivers.common import STAGE, main
-from legs.protocol import LegRequest, Marks, sha256
+from legs.protocol import TOP, LegRequest, Marks, sha256
 
 FIXED = {"enable_prefix_caching": False, "enable_chunked_prefill": True}
 """Options that have one value here: they may be declared, and any other value is refused."""
@@ -37,6 +37,12 @@ class EngineArm:
 
     def step(self) -> Sequence[Delta]:
         return [Delta(int(output.request_id), output.token_ids, output.finish_reason) for output in self.llm.step()]
+
+    def score_given(self, prompts: Sequence[Sequence[int]], continuations: Sequence[Sequence[int]], batch: int) -> list[TokenScores]:
+        """Prefill form, always one sequence at a time: another `batch` is refused."""
+        if batch != 1:
+            raise RequestError(f"batch is {batch}; this engine scores one sequence at a time")
+        return self.llm.score(list(zip(prompts, continuations, strict=True)), top=TOP)
 
     def who(self) -> dict[str, Any]:
         return {
@@ -69,7 +75,7 @@ def build(request: LegRequest, model_path: Path, marks: Marks) -> EngineArm:
             raise ConfigError(f"{name} is {asked!r}; this engine has only {value!r}")
     params = SamplingParams(max_tokens=request.max_tokens, min_tokens=request.min_tokens, ignore_eos=request.ignore_eos)
     marks("load_start")
-    llm = LLM(model_path, **options)
+    llm = LLM(model_path, marks, **options)
     marks("loaded")
     return EngineArm(llm, params)
 

@@ -1,0 +1,74 @@
+"""Teacher forcing against transformers: the scores of given ids, whoever wrote them, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from engine.api import LLM, RequestError, SamplingParams
+from tests.engine.checkpoints import VOCAB, prompt
+from tests.engine.conftest import Reference
+from tests.engine.test_faults import FAULTS
+
+TOLERANCE = 2e-4
+OPTIONS: dict[str, Any] = {"max_num_batched_tokens": 32, "max_num_seqs": 2}
+
+
+def expected(model: Any, before: list[int], ids: list[int]) -> torch.Tensor:
+    """Log-probabilities [len(ids), vocab] by one full forward of transformers' model."""
+    with torch.inference_mode():
+        logits = model(torch.tensor([[*before, *ids]]), use_cache=False).logits[0, len(before) - 1 : -1]
+    return torch.log_softmax(logits.float(), -1)
+
+
+def error(llm: LLM, reference: Reference) -> float:
+    """The largest difference from transformers over sequences of all lengths: greedy ids, and ids that nobody would choose."""
+    sequences = [*zip(reference.prompts, reference.ids, strict=True), (reference.prompts[3], prompt(20, seed=99))]
+    worst = 0.0
+    for (before, ids), scores in zip(sequences, llm.score(sequences, top=5), strict=True):
+        wanted = expected(reference.model, before, ids)
+        rows = torch.arange(len(ids))
+        assert scores.ids == ids and len(scores.logprobs) == len(scores.top) == len(ids)
+        worst = max(worst, float((torch.tensor(scores.logprobs) - wanted[rows, torch.tensor(ids)]).abs().max()))
+        for at, row in zip(scores.top, wanted, strict=True):
+            assert [value for _, value in at] == sorted((value for _, value in at), reverse=True)
+            worst = max(worst, *(abs(value - float(row[token])) for token, value in at))
+            worst = max(worst, float((torch.tensor([value for _, value in at]) - row.topk(5).values).abs().max()))
+    return worst
+
+
+def test_scores_are_those_of_transformers(reference: Reference) -> None:
+    """Prompts shorter and longer than a chunk, and continuations that begin in one chunk and end in another."""
+    assert error(LLM(reference.folder, **OPTIONS), reference) < TOLERANCE
+
+
+@pytest.mark.parametrize("fault", [fault for fault in FAULTS if fault.__name__ in ("mask_off_by_one", "residual_dropped")],
+                         ids=lambda fault: fault.__name__)
+def test_a_fault_in_the_forward_shows(monkeypatch: pytest.MonkeyPatch, reference: Reference, fault: Any) -> None:
+    fault(monkeypatch)
+    assert error(LLM(reference.folder, **OPTIONS), reference) > 0.05
+
+
+def test_scoring_leaves_nothing_behind(reference: Reference) -> None:
+    llm = LLM(reference.folder, **OPTIONS)
+    free = llm.blocks.free
+    llm.score([(reference.prompts[4], reference.ids[4])] * 3)
+    assert llm.blocks.free == free
+    outputs = llm.generate(reference.prompts[:3], SamplingParams(max_tokens=24, min_tokens=24))
+    assert [output.token_ids for output in outputs] == reference.ids[:3]
+
+
+def test_what_cannot_be_scored_is_refused(reference: Reference) -> None:
+    llm = LLM(reference.folder, max_model_len=64, **OPTIONS)
+    for sequence, problem in (
+        (([], [1]), "need ids"), (([1], []), "need ids"), (([1], [VOCAB]), "need ids"), (([1] * 60, [1] * 5), "exceed the 64"),
+    ):
+        with pytest.raises(RequestError, match=f"sequence 0: .*{problem}"):
+            llm.score([sequence])
+    with pytest.raises(RequestError, match="top is 0"):
+        llm.score([([1], [1])], top=0)
+    llm.add_request("open", [5, 6, 7])
+    with pytest.raises(RequestError, match="unfinished"):
+        llm.score([([1], [1])])
