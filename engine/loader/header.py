@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +30,14 @@ class Entry:
     shape: tuple[int, ...]
     offset: int
     nbytes: int
+    stamp: tuple[int, ...]
+    """What :func:`stamp_of` said of the file when its header was read."""
+
+
+def stamp_of(path: Path) -> tuple[int, ...]:
+    """What changes when a file is written, cut or replaced: inode, size, time of change (ns).  Raises OSError."""
+    state = path.stat()
+    return state.st_ino, state.st_size, state.st_mtime_ns
 
 
 def read_headers(folder: Path) -> dict[str, Entry]:
@@ -41,7 +48,7 @@ def read_headers(folder: Path) -> dict[str, Entry]:
     if not (folder / INDEX).exists():
         return read_header(folder / SINGLE)
     try:
-        placed: dict[str, str] = json.loads((folder / INDEX).read_bytes())["weight_map"]
+        placed: dict[str, str] = json.loads((folder / INDEX).read_bytes(), object_pairs_hook=_no_duplicates)["weight_map"]
         shards = sorted(set(placed.values()))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{folder / INDEX}: no readable weight_map ({error!r})") from None
@@ -62,7 +69,8 @@ def read_headers(folder: Path) -> dict[str, Entry]:
 def read_header(path: Path) -> dict[str, Entry]:
     """The tensors of one safetensors file by name; raises :class:`CheckpointError` when the file breaks the format."""
     try:
-        size = path.stat().st_size
+        stamp = stamp_of(path)
+        size = stamp[1]
         with path.open("rb") as source:
             length = int.from_bytes(source.read(8), "little")
             if size < 8 or length > min(LARGEST_HEADER, size - 8):
@@ -77,7 +85,7 @@ def read_header(path: Path) -> dict[str, Entry]:
     if not isinstance(raw, dict):
         raise CheckpointError(f"{path}: not a safetensors file (its header is no object)")
     raw.pop("__metadata__", None)
-    entries = [_entry(path, name, value, 8 + length) for name, value in raw.items()]
+    entries = [_entry(path, name, value, 8 + length, stamp) for name, value in raw.items()]
     end = 8 + length
     for entry in sorted(entries, key=lambda one: (one.offset, one.nbytes)):
         if entry.offset != end:
@@ -91,11 +99,11 @@ def read_header(path: Path) -> dict[str, Entry]:
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     made = dict(pairs)
     if len(made) != len(pairs):
-        raise ValueError("a name appears twice in the header")
+        raise ValueError("a name appears twice")
     return made
 
 
-def _entry(path: Path, name: str, value: Any, data: int) -> Entry:
+def _entry(path: Path, name: str, value: Any, data: int, stamp: tuple[int, ...]) -> Entry:
     try:
         dtype, shape, (begin, end) = value["dtype"], tuple(value["shape"]), value["data_offsets"]
         sane = all(isinstance(n, int) and n >= 0 for n in (*shape, begin, end)) and isinstance(dtype, str)
@@ -107,14 +115,5 @@ def _entry(path: Path, name: str, value: Any, data: int) -> Entry:
         raise CheckpointError(f"{path}: tensor {name} has dtype {dtype!r}; known are {', '.join(BYTES)}")
     if end - begin != math.prod(shape) * BYTES[dtype]:
         raise CheckpointError(f"{path}: tensor {name} is {dtype} {list(shape)} but spans {end - begin} bytes")
-    return Entry(path, name, dtype, shape, data + begin, end - begin)
+    return Entry(path, name, dtype, shape, data + begin, end - begin, stamp)
 
-
-def read_into(descriptor: int, target: memoryview, offset: int, entry: Entry) -> None:
-    """Fill `target` with the file's bytes from `offset`; raises :class:`CheckpointError` when the file ends before."""
-    done = 0
-    while done < len(target):
-        count = os.preadv(descriptor, [target[done:]], offset + done)
-        if count == 0:
-            raise CheckpointError(f"{entry.file}: ended inside tensor {entry.name}; the file shrank while it was read")
-        done += count

@@ -11,7 +11,7 @@ import torch
 from engine.errors import CheckpointError
 from engine.kernels.devices import HOST
 from engine.loader import direct, staged
-from engine.loader.header import Entry, read_headers
+from engine.loader.header import Entry, read_headers, stamp_of
 
 FILE_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
@@ -38,24 +38,36 @@ class Piece:
     target: torch.Tensor
 
 
-WAYS: dict[str, Callable[[Sequence[Piece]], None]] = {"direct": direct.fill, "staged": staged.fill}
+Note = Callable[[str], None]
+"""Is told that a part of the work is done, by its name."""
+
+WAYS: dict[str, Callable[[Sequence[Piece], Note], None]] = {"direct": direct.fill, "staged": staged.fill}
+
+
+def silent(_: str) -> None:
+    """Note nothing."""
 
 
 def load(
     folder: Path, parameters: Sequence[Parameter], ignored: Callable[[str], bool], dtype: torch.dtype, way: str, device: str = HOST,
+    note: Note = silent,
 ) -> dict[str, torch.Tensor]:
     """All `parameters` in `dtype` on `device`, by name, from the checkpoint in `folder`.
 
-    `way` is direct (file bytes are read straight into the parameters, for a card through a few pinned windows; the host never holds more
+    `way` is direct (file bytes are read straight into the parameters, for a card through a few pinned buffers; the host never holds more
     than one copy, for a card none) or staged (the whole checkpoint is read on the host, then copied: one copy more).
-    `ignored` tells tensors that may be there unused.
+    `ignored` tells tensors that may be there unused; `note` is told of `read` and `copied`.
     Raises :class:`CheckpointError` naming file and tensor before anything is allocated, or while reading; never a partial model.
     """
     entries = read_headers(folder)
+    stamps = {entry.file: entry.stamp for entry in entries.values()}
     _check(folder, parameters, entries, ignored)
     made = {parameter.name: torch.empty(parameter.shape, dtype=parameter.dtype or dtype, device=device) for parameter in parameters}
     pieces = [piece for parameter in parameters for piece in _pieces(parameter, made[parameter.name], entries)]
-    WAYS[way](pieces)
+    WAYS[way](pieces, note)
+    for path, stamp in stamps.items():
+        if not path.exists() or stamp_of(path) != stamp:
+            raise CheckpointError(f"{path}: changed while it was read; load it again when nothing writes to it")
     return made
 
 

@@ -2,31 +2,29 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from itertools import groupby
 from typing import TYPE_CHECKING
 
 import torch
 
-from engine.loader.direct import as_bytes
-from engine.loader.header import read_into
+from engine.loader.direct import Part, as_bytes, open_file, telling
 
 if TYPE_CHECKING:
     from engine.loader.load import Piece
 
 
-def fill(pieces: Sequence[Piece]) -> None:
-    """Stage all pieces on the host in the file's dtype, then copy each into its target."""
-    stage = [_stage(piece) for piece in pieces]
-    for piece, held in zip(pieces, stage, strict=True):
+def fill(pieces: Sequence[Piece], note: Callable[[str], None]) -> None:
+    """Stage all pieces on the host in the file's dtype and note `read`; copy each into its target and note `copied`."""
+    ordered = sorted(pieces, key=lambda piece: (piece.entry.file, piece.entry.offset))
+    stage = [(piece, torch.empty(piece.entry.shape, dtype=piece.dtype)) for piece in ordered]
+    for path, group in groupby(stage, key=lambda staged: staged[0].entry.file):
+        with closing(open_file(path)) as file:
+            for piece, held in group:
+                with telling(path, [Part(piece, 0, piece.entry.nbytes)]):
+                    file.read_cached(piece.entry.offset, as_bytes(held))
+    note("read")
+    for piece, held in stage:
         piece.target.copy_(held)
-
-
-def _stage(piece: Piece) -> torch.Tensor:
-    held = torch.empty(piece.entry.shape, dtype=piece.dtype)
-    descriptor = os.open(piece.entry.file, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        read_into(descriptor, as_bytes(held), piece.entry.offset, piece.entry)
-    finally:
-        os.close(descriptor)
-    return held
+    note("copied")
