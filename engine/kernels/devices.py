@@ -21,6 +21,14 @@ def require(device: str) -> None:
         raise ConfigError(f"device is {device!r}; torch {torch.__version__} finds no such device here")
 
 
+def wake(device: str) -> None:
+    """Have the device's context, which its first use would make."""
+    import torch
+
+    if device == CARD:
+        torch.cuda.synchronize()
+
+
 def cache_bytes(device: str) -> int:
     """Bytes that a KV cache of unstated size may take."""
     import torch
