@@ -20,7 +20,9 @@ def sampling(rows: Sequence[Row]) -> dict[str, Any]:
     - `mean_cost_s`, `max_cost_s`: of the PSS passes.
     - `cost_share`: cost of all passes, RSS and PSS, over the time from the first pass to the last: the sampler's share of one core.
     - `available_min`: the lowest MemAvailable of the machine, in bytes, of rows that tell `mem_available`.
-    - `gpu_peak`: the largest sum of the processes' `gpu` bytes over whole PSS passes.
+    - `gpu_peak`: the largest sum of the processes' `gpu` bytes over whole PSS passes; None when it is never above 0, for then NVML did
+      not know the arm's processes.
+    - `cgroup_peak`: the largest memory.peak of a control group that the leg had to itself.
 
     A value that the stream does not tell, or that any row leaves unread, is None: it is never 0.
     """
@@ -36,6 +38,7 @@ def sampling(rows: Sequence[Row]) -> dict[str, Any]:
         "cost_share": sum(row["cost_s"] for row in passes) / span if span > 0 else None,
         "available_min": _least([row["mem_available"] for row in passes if "mem_available" in row]),
         "gpu_peak": _gpu_peak([row for row in pss if row["processes"] and not row["partial"]]),
+        "cgroup_peak": max((group["peak"] for row in pss if (group := row.get("cgroup")) and group["peak"] is not None), default=None),
     }
 
 
@@ -51,4 +54,4 @@ def _gpu_peak(whole: Sequence[Row]) -> int | None:
         if None in parts:
             return None
         totals.append(sum(parts))
-    return max(totals, default=None)
+    return max(totals, default=0) or None

@@ -8,10 +8,11 @@ all it was at earlier passes.  Until the arm is ready the resident parts are rea
 height: a loader's peak, with two copies of the weights, may last no longer than a tenth of a second.  It ends when the root is gone or its
 standard input closes.  The stream is gzipped JSON lines under `FILE.partial`, renamed to `FILE` when it is complete.
 
-Rows: {"kind": "rss" | "pss" | "end", "t_ns", "cost_s", "gap_s", "partial", "processes": [...], and for pss
-"trigger": "period" | "mark" | "growth"}.  `t_ns` is CLOCK_MONOTONIC when the pass began, `gap_s` the time since the pass of the same kind
-before it.  Sizes are in bytes; a value that could not be read is null.  A pass is partial when a process vanished or could not be read
-within it: it is no total.
+Rows: {"kind": "rss" | "pss" | "end", "t_ns", "cost_s", "gap_s", "partial", "mem_available", "processes": [...], and for pss
+"trigger": "period" | "mark" | "growth", "cgroup"}.  `t_ns` is CLOCK_MONOTONIC when the pass began, `gap_s` the time since the pass of the
+same kind before it, `mem_available` the machine's MemAvailable, `cgroup` what harness.leg.cgroup tells.  A process of a PSS pass has
+`gpu`, its bytes on all GPUs (harness.leg.gpu_memory).  Sizes are in bytes; a value that could not be read is null.  A pass is partial
+when a process vanished or could not be read within it: it is no total.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import IO, Any
 
+from harness.leg.cgroup import cgroup_memory
+from harness.leg.gpu_memory import GpuMemory
 from harness.machine import host
 
 STATUS_FIELDS = {"rss_anon": "RssAnon", "rss_file": "RssFile", "rss_shmem": "RssShmem", "hwm": "VmHWM"}
@@ -40,10 +43,10 @@ GROWTH = 1.02
 
 
 class TreeReader:
-    """Reads passes over the tree below `root`, without `root` itself.  `proc` is the root of the /proc tree to read."""
+    """Reads passes over the tree below `root`, without `root` itself.  `proc` is the root of the /proc tree to read, `gpu` reads NVML."""
 
-    def __init__(self, root: int, proc: Path = host.PROC) -> None:
-        self._root, self._proc = root, proc
+    def __init__(self, root: int, proc: Path = host.PROC, gpu: GpuMemory | None = None) -> None:
+        self._root, self._proc, self._gpu = root, proc, gpu or GpuMemory()
         self._last_ns: dict[str, int] = {}
 
     def root_is_alive(self) -> bool:
@@ -56,8 +59,14 @@ class TreeReader:
         return self._pass("rss", "status", STATUS_FIELDS)
 
     def pss(self, trigger: str) -> dict[str, Any]:
-        """One pass over PSS and its parts."""
-        return {**self._pass("pss", "smaps_rollup", PSS_FIELDS), "trigger": trigger}
+        """One pass over PSS and its parts, GPU memory beside them."""
+        row = self._pass("pss", "smaps_rollup", PSS_FIELDS)
+        pids = {process["pid"] for process in row["processes"]}
+        held = self._gpu.by_pid(pids)
+        for process in row["processes"]:
+            process["gpu"] = held[process["pid"]]
+        cost_s = (time.monotonic_ns() - row["t_ns"]) / 1e9
+        return {**row, "cost_s": cost_s, "cgroup": cgroup_memory(pids, self._root, self._proc), "trigger": trigger}
 
     def _pass(self, kind: str, file: str, fields: Mapping[str, str]) -> dict[str, Any]:
         began = time.monotonic_ns()
@@ -75,6 +84,7 @@ class TreeReader:
             "cost_s": (time.monotonic_ns() - began) / 1e9,
             "gap_s": None if last is None else (began - last) / 1e9,
             "partial": partial,
+            "mem_available": host.memory_bytes("MemAvailable", self._proc),
             "processes": rows,
         }
 

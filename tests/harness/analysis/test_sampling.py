@@ -34,6 +34,12 @@ def test_what_the_stream_does_not_tell_is_null() -> None:
     assert set(sampling([]).values()) == {None}
 
 
+def test_peak_of_a_control_group_of_its_own() -> None:
+    groups = [None, {"current": 1, "peak": None}, {"current": 5, "peak": 9}, {"current": 2, "peak": 8}]
+    assert sampling([row("pss", 0.1, 0.01, None, cgroup=group) for group in groups])["cgroup_peak"] == 9
+    assert sampling([row("pss", 0.1, 0.01, None, cgroup=group) for group in groups[:2]])["cgroup_peak"] is None
+
+
 def test_available_memory_is_the_lowest_and_null_when_one_row_left_it_unread() -> None:
     told = [{**entry, "mem_available": 5000 - number} for number, entry in enumerate(ROWS[:-1])]
     assert sampling(told)["available_min"] == 4995
@@ -44,6 +50,6 @@ def test_gpu_bytes_are_summed_over_the_tree_and_null_when_one_process_was_unread
     passes = [row("pss", 0.1, 0.01, None, processes=[{"gpu": 3}, {"gpu": 4}]), row("pss", 0.2, 0.01, 0.1, processes=[{"gpu": 5}]),
               row("pss", 0.3, 0.01, 0.1, partial=True, processes=[{"gpu": 900}])]
     assert sampling(passes)["gpu_peak"] == 7
-    assert sampling([row("pss", 0.1, 0.01, None, processes=[{"gpu": 0}])])["gpu_peak"] == 0
+    assert sampling([row("pss", 0.1, 0.01, None, processes=[{"gpu": 0}])])["gpu_peak"] is None, "nothing was ever seen"
     assert sampling([*passes, row("pss", 0.4, 0.01, 0.1, processes=[{"gpu": None}, {"gpu": 1}])])["gpu_peak"] is None
     assert sampling([*passes, row("pss", 0.4, 0.01, 0.1, processes=[{"pid": 2}])])["gpu_peak"] is None
