@@ -11,7 +11,7 @@ standard input closes.  The stream is gzipped JSON lines under `FILE.partial`, r
 Rows: {"kind": "rss" | "pss" | "end", "t_ns", "cost_s", "gap_s", "partial", "mem_available", "processes": [...], and for pss
 "trigger": "period" | "mark" | "growth", "cgroup"}.  `t_ns` is CLOCK_MONOTONIC when the pass began, `gap_s` the time since the pass of the
 same kind before it, `mem_available` the machine's MemAvailable, `cgroup` what harness.leg.cgroup tells.  A process of a PSS pass has
-`gpu`, its bytes on all GPUs (harness.leg.gpu_memory).  Sizes are in bytes; a value that could not be read is null.  A pass is partial
+`gpu`, its bytes on all GPUs (harness.machine.gpu_memory).  Sizes are in bytes; a value that could not be read is null.  A pass is partial
 when a process vanished or could not be read within it: it is no total.
 """
 
@@ -29,8 +29,8 @@ from pathlib import Path
 from typing import IO, Any
 
 from harness.leg.cgroup import cgroup_memory
-from harness.leg.gpu_memory import GpuMemory
 from harness.machine import host
+from harness.machine.gpu_memory import GpuMemory
 
 STATUS_FIELDS = {"rss_anon": "RssAnon", "rss_file": "RssFile", "rss_shmem": "RssShmem", "hwm": "VmHWM"}
 """Of /proc/PID/status.  VmHWM is the kernel's own record of the process's peak resident size: what a sampler may have missed."""

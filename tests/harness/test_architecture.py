@@ -23,7 +23,8 @@ GUARDED = {"harness", "legs", "engine", "torch", "vllm", "triton", "safetensors"
 NO_TORCH = ("request.py", "scheduler.py", "kv_cache.py")
 DEVICE_WORD = re.compile(r"\bcuda\b|\bis_cuda\b|\bnvml\w*\b", re.IGNORECASE)
 DEVICE_PLACES = (
-    "engine/kernels/", "engine/graphs.py", "engine/runner.py", "harness/machine/gpu.py", "harness/machine/idle.py",
+    "engine/kernels/", "engine/graphs.py", "engine/runner.py", "harness/machine/gpu.py", "harness/machine/gpu_memory.py",
+    "harness/machine/idle.py",
     "harness/machine/identity.py", "harness/doctor.py", "legs/drivers/vllm.py", "harness/oracle", "harness/series/arms.py",
 )
 

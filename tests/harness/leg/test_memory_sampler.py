@@ -18,9 +18,9 @@ import pytest
 
 import harness
 from harness.leg import memory
-from harness.leg.gpu_memory import GpuMemory
 from harness.leg.memory import MarksWatch, TreeReader
 from harness.leg.memory_summary import read_rows, summarise_memory
+from harness.machine.gpu_memory import GpuMemory
 from tests.harness.machine.fake_nvml import FakeNvml
 
 ROOT = Path(harness.__file__).parents[1]
