@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import sys
+from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any
@@ -33,26 +34,32 @@ SeriesArgument = Annotated[Path, typer.Argument(metavar="DIR", help="A series fo
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON for a machine to read.")]
 
 
+OutOption = Annotated[Path | None, typer.Option(help="Folder for the evidence; must not exist. [default: series/NAME-TIME]")]
+ResumeOption = Annotated[Path | None, typer.Option(metavar="DIR", help="Go on with this series at its first incomplete block.")]
+LockOption = Annotated[Path | None, typer.Option(help="The machine's one lock file. [default: $PARITY_LOCK or /tmp/vllm-parity.lock]")]
+LockTimeoutOption = Annotated[float | None, typer.Option(help="Seconds to wait for the lock. [default: wait]")]
+
+
 @app.command("run-series")
 def run_series(
-    spec: SpecArgument,
-    out: Annotated[Path | None, typer.Option(help="Folder for the evidence; must not exist. [default: series/NAME-TIME]")] = None,
-    resume: Annotated[Path | None, typer.Option(metavar="DIR", help="Go on with this series at its first incomplete block.")] = None,
-    lock: Annotated[Path | None, typer.Option(help="The machine's one lock file. [default: $PARITY_LOCK or /tmp/vllm-parity.lock]")] = None,
-    lock_timeout: Annotated[float | None, typer.Option(help="Seconds to wait for the lock. [default: wait]")] = None,
-    as_json: JsonOption = False,
+    spec: SpecArgument, out: OutOption = None, resume: ResumeOption = None, lock: LockOption = None,
+    lock_timeout: LockTimeoutOption = None, as_json: JsonOption = False,
 ) -> int:
     """Run a whole series under one lock and write its evidence and report."""
-    from harness.machine.lock import lock_path
     from harness.series.runner import run_series as carry_out
 
-    if out is not None and resume is not None:
-        raise typer.BadParameter("give --out for a new series or --resume for an old one, not both")
-    stamp = datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ")
-    folder = resume or out or Path("series") / f"{spec.stem}-{stamp}"
-    summary = carry_out(repository_root(), spec, folder.absolute(), resume is not None, lock_path(lock), lock_timeout, err_console)
-    _show_summary(summary, folder, as_json)
-    return int(summary["exit_code"])
+    return _carry_out(carry_out, spec, out, resume, lock, lock_timeout, as_json)
+
+
+@app.command()
+def ab(
+    spec: SpecArgument, out: OutOption = None, resume: ResumeOption = None, lock: LockOption = None,
+    lock_timeout: LockTimeoutOption = None, as_json: JsonOption = False,
+) -> int:
+    """Run a series of one build and one difference (or none: an A/A); a spec that is neither is refused."""
+    from harness.ab import run_ab
+
+    return _carry_out(run_ab, spec, out, resume, lock, lock_timeout, as_json)
 
 
 @app.command()
@@ -144,6 +151,25 @@ def tokens_diff(
     return Exit.PASS if found["identical"] else Exit.FAIL
 
 
+@app.command("near-tie")
+def near_tie(
+    series: SeriesArgument,
+    out: Annotated[Path | None, typer.Option(help="Folder for the record. [default: DIR-near-tie; one that is there is read]")] = None,
+    lock: Annotated[Path | None, typer.Option(help="The machine's one lock file. [default: $PARITY_LOCK or /tmp/vllm-parity.lock]")] = None,
+    lock_timeout: Annotated[float | None, typer.Option(help="Seconds to wait for the lock. [default: wait]")] = None,
+    as_json: JsonOption = False,
+) -> int:
+    """Have a series' oracle judge our ids: identical, near-tie or wrong; exit 1 when any is wrong."""
+    from harness.machine.lock import lock_path
+    from harness.near_tie import near_tie as judge
+    from harness.report.near_tie import lines
+
+    folder, found = judge(repository_root(), series.absolute(), out, lock_path(lock), lock_timeout, err_console)
+    for line in [json.dumps(found, indent=2)] if as_json else [*lines(found), "", f"record: {folder.name}, sealed"]:
+        out_console.print(line, markup=False, highlight=False, soft_wrap=True)
+    return Exit.FAIL if any(arm["wrong"] for arm in found["arms"]) else Exit.PASS
+
+
 @oracle_app.command("install")
 def oracle_install(name: Annotated[str, typer.Argument(help="An oracle of `parity oracle list`.")]) -> int:
     """Build an oracle's own environment from its lock file; does nothing when it is there already."""
@@ -198,6 +224,21 @@ def doctor(as_json: JsonOption = False) -> int:
             line = f"{'ok  ' if finding['ok'] else 'MISS'} {finding['name']}: {finding['detail']}"
             out_console.print(line, markup=False, highlight=False, soft_wrap=True)
     return Exit.PASS if all(finding["ok"] for finding in findings) else Exit.REFUSED
+
+
+def _carry_out(
+    run: Callable[..., dict[str, Any]], spec: Path, out: Path | None, resume: Path | None, lock: Path | None,
+    lock_timeout: float | None, as_json: bool,
+) -> int:
+    from harness.machine.lock import lock_path
+
+    if out is not None and resume is not None:
+        raise typer.BadParameter("give --out for a new series or --resume for an old one, not both")
+    stamp = datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ")
+    folder = resume or out or Path("series") / f"{spec.stem}-{stamp}"
+    summary = run(repository_root(), spec, folder.absolute(), resume is not None, lock_path(lock), lock_timeout, err_console)
+    _show_summary(summary, folder, as_json)
+    return int(summary["exit_code"])
 
 
 def _show_summary(summary: dict[str, Any], series: Path, as_json: bool) -> None:

@@ -92,7 +92,7 @@ def withheld(series: Series, diffs: list[LegDiff], shares: Mapping[str, ClientSh
 def _wrong_tokens(diffs: list[LegDiff]) -> Reasons:
     reasons = []
     for leg_diff in diffs:
-        if leg_diff.gated and not leg_diff.diff.same:
+        if leg_diff.gated and leg_diff.kind != "ab" and not leg_diff.diff.same:  # an A/B has a reason of its own
             first = leg_diff.diff.divergences[0]
             reasons.append(f"wrong tokens: {leg_diff.a} against {leg_diff.b} {leg_diff.diff.identical}/{leg_diff.diff.of}, "
                            f"first at request {first.request}, position {first.position}")

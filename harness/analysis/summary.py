@@ -6,8 +6,9 @@ import dataclasses
 import json
 from typing import Any
 
-from harness.analysis import gates
+from harness.analysis import ab, gates
 from harness.analysis.ceiling import CLIENT_BOUND, Ceiling, ClientShare, client_ceiling, client_share
+from harness.analysis.contention import contention, mark
 from harness.analysis.metrics import LegMetrics, leg_metrics
 from harness.analysis.occupancy import occupancy
 from harness.analysis.ratios import AXES, MEMORY, THROUGHPUT, Axis, ConsistencyError, check_throughputs, compare, mean
@@ -42,6 +43,8 @@ def summarize(series: Series) -> dict[str, Any]:
     failed, reasons = gates.series_failures(series)
     try:
         diffs = series_diffs(series)
+        if ab.difference(series.plan) is not None:
+            diffs += ab.block_diffs(series, series.plan["pairs"][0])
     except TokensError as error:
         diffs, failed, reasons = [], Exit.ERROR, [str(error), *reasons]
     ceiling = client_ceiling(series.ceiling.traces) if series.ceiling else None
@@ -82,6 +85,7 @@ def summarize(series: Series) -> dict[str, Any]:
         "series": series.record,
         "manifest_head": series.head,
     }
+    summary = mark(summary, contention(series))
     return dict(json.loads(to_json(summary)))  # as a reader of summary.json sees it, whoever calls
 
 
@@ -140,6 +144,7 @@ def _performance(leg: Leg, concurrency: int) -> dict[str, Any]:
     return {
         "leg": leg.name, "repetition": leg.repetition, **dataclasses.asdict(metrics),
         "occupancy": dataclasses.asdict(occupancy(leg.traces, concurrency)), "counters": leg.result["counters"],
+        "telemetry": leg.record.get("telemetry"),
     }
 
 
@@ -167,7 +172,7 @@ def _pair(series: Series, diffs: list[LegDiff], values: Values, shares: Shares, 
     """All axes of one pair.  `refused`: no ratios at all; `withheld`: ratios without a verdict; `errors`: the arithmetic does not hold."""
     ours, base = (series.legs(arm) for arm in pair)
     out: dict[str, Any] = {
-        "ours": pair[0], "base": pair[1], "refused": None, "withheld": [], "errors": [], "axes": {},
+        "ours": pair[0], "base": pair[1], "refused": None, "withheld": [], "errors": [], "axes": {}, "ab": None,
         "roles": [legs[0].record["role"] if legs else None for legs in (ours, base)],
     }
     if not ours or not base:
@@ -175,16 +180,38 @@ def _pair(series: Series, diffs: list[LegDiff], values: Values, shares: Shares, 
     if refused := gates.refusal(ours[0], base[0]):
         return {**out, "refused": refused}
     out["withheld"] = gates.withheld(series, diffs, shares, ours[0], base[0])
+    difference = ab.difference(series.plan)
+    blocks = [leg_diff for leg_diff in diffs if leg_diff.kind == "ab"]
+    if difference is not None:
+        out["withheld"] = [*ab.withheld(difference, blocks, ours[0], base[0]), *out["withheld"]]
     if failed is not None:
         out["withheld"].append(f"no verdict: the series is {failed.name}")
     margin = series.plan["verdict"]["margin"]
     axes = {axis: compare(axis, values[pair[0]][axis], values[pair[1]][axis], margin) for axis in AXES}
+    if difference is not None:
+        judged = {name: ab.judge(axis, difference, margin) for name, axis in axes.items()}
+        axes = {name: axis for name, (axis, _) in judged.items()}
+        out["ab"] = _ab_row(difference, blocks, judged, ours[0], base[0])
     try:
         check_throughputs({axis: axes[axis].per_block for axis in THROUGHPUT})
     except ConsistencyError as error:
         out["errors"] = [f"{pair[0]}/{pair[1]}: {error}"]
     out["axes"] = {name: _axis_row(axis, out["withheld"]) for name, axis in axes.items()}
     return out
+
+
+def _ab_row(
+    difference: ab.Difference, diffs: list[LegDiff], judged: dict[str, tuple[Axis, ab.Neutrality | None]], ours: Leg, base: Leg
+) -> dict[str, Any]:
+    """What an A/B tells beside its axes: the one difference, tokens of each block, each gap beside the noise, false alarms of an A/A."""
+    alarms = {name: ab.alarms(axis) if difference.option is None else None for name, (axis, _) in judged.items()}
+    return {
+        "kind": difference.kind, "option": difference.option, "values": list(difference.values),
+        "also_resolved": ab.resolved_unlike(difference, ours, base),
+        "blocks": [{"a": d.a, "b": d.b, "identical": d.diff.identical, "of": d.diff.of} for d in diffs],
+        "axes": {name: None if noise is None else dataclasses.asdict(noise) for name, (_, noise) in judged.items()},
+        "alarms": {name: None if found is None else dataclasses.asdict(found) for name, found in alarms.items()},
+    }
 
 
 def _axis_row(axis: Axis, withheld: list[str]) -> dict[str, Any]:

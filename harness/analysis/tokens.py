@@ -44,7 +44,8 @@ class LegDiff:
     """Two legs compared.  `gated`: a difference is a failure (ours against ours); otherwise it is reported only."""
 
     kind: str
-    """`self` (one arm over repetitions), `ours` (two of our arms), `pin` (ours against another engine), `series` (a leg in two series)."""
+    """`self` (one arm over repetitions), `ours` (two of our arms), `pin` (ours against another engine), `series` (a leg in two series),
+    `ab` (two arms of an A/B in one block)."""
     a: str
     b: str
     arms: tuple[str, str]
@@ -73,13 +74,13 @@ def series_diffs(series: Series) -> list[LegDiff]:
     """Within one series: each arm's legs against its first, our arms against our first one, and our arms against the others."""
     firsts = {arm: legs[0] for arm in series.arms if (legs := series.legs(arm))}
     diffs = [
-        _compare("self", firsts[arm], leg, gated=is_ours(firsts[arm]))
+        diff_legs("self", firsts[arm], leg, gated=is_ours(firsts[arm]))
         for arm in firsts for leg in series.legs(arm)[1:]
     ]
     ours = [leg for leg in firsts.values() if is_ours(leg)]
     others = [leg for leg in firsts.values() if not is_ours(leg)]
-    diffs += [_compare("ours", ours[0], leg, gated=True) for leg in ours[1:]]
-    diffs += [_compare("pin", leg, other, gated=False) for leg in ours for other in others]
+    diffs += [diff_legs("ours", ours[0], leg, gated=True) for leg in ours[1:]]
+    diffs += [diff_legs("pin", leg, other, gated=False) for leg in ours for other in others]
     return diffs
 
 
@@ -106,7 +107,7 @@ def diff_dirs(a: Path, b: Path) -> dict[str, Any]:
         raise TokensError(f"only one of {a.name} and {b.name} has an accepted leg {', '.join(lone)}")
     if not legs_a:
         raise TokensError(f"neither {a.name} nor {b.name} has an accepted leg")
-    return to_record([_compare("series", legs_a[name], legs_b[name], gated=is_ours(legs_a[name])) for name in legs_a])
+    return to_record([diff_legs("series", legs_a[name], legs_b[name], gated=is_ours(legs_a[name])) for name in legs_a])
 
 
 def to_record(diffs: Sequence[LegDiff]) -> dict[str, Any]:
@@ -134,7 +135,8 @@ def is_ours(leg: Leg) -> bool:
     return bool(leg.record["role"] == "ours")
 
 
-def _compare(kind: str, a: Leg, b: Leg, gated: bool) -> LegDiff:
+def diff_legs(kind: str, a: Leg, b: Leg, gated: bool) -> LegDiff:
+    """The outputs of two legs compared.  Raises :class:`TokensError` naming both when they cannot be."""
     try:
         diff = diff_tokens(a.outputs, b.outputs)
     except TokensError as error:

@@ -9,6 +9,7 @@ from typing import Any
 
 from harness.analysis.ratios import AXES, THROUGHPUT
 from harness.report import sections
+from harness.report.ab import ab_section
 from harness.report.text import (
     AXIS_NAMES,
     NONE,
@@ -35,7 +36,7 @@ HEADLINE = ("total_throughput", "ttft_mean", "tpot_mean", "peak_pss")
 
 def render(summary: Summary) -> str:
     """The whole report as Markdown."""
-    parts = (_verdict, _headline, _arms, _plots, _absolutes, _ratios, *sections.ALL)
+    parts = (_verdict, _headline, ab_section, _arms, _plots, _absolutes, _ratios, *sections.ALL)
     lines = [line for part in parts for line in part(summary)]
     kept = [line for line, following in zip(lines, [*lines[1:], ""], strict=True) if line or following]
     return "\n".join(kept) + "\n"
@@ -52,12 +53,14 @@ def verdict_line(summary: Summary) -> str:
         return text + "no ratio"
     blocks = len(axis["per_block"])
     doubt = "one block, no interval" if axis["interval"] is None else f"95 % interval {interval(axis['interval'])} over {blocks} blocks"
-    return text + f"{ratio(axis['ratio'])}x, {doubt}; margin {percent(primary['margin'], 1)}"
+    company = "; within one contended series" if summary["contention"]["contended"] else ""
+    return text + f"{ratio(axis['ratio'])}x, {doubt}; margin {percent(primary['margin'], 1)}{company}"
 
 
 def _verdict(summary: Summary) -> list[str]:
     lines = [verdict_line(summary), "", f"# {cell(summary['title'] or summary['name'])}", ""]
     lines += [f"- {_plain(reason)}" for reason in summary["reasons"]]
+    lines += [f"- {cell(line)}" for line in summary["contention"]["lines"]]
     if not summary["binding"]:
         lines.append("- not binding: the working tree was changed, or could not be read, so its commit does not name the code that ran")
     return [*lines, ""]

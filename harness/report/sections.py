@@ -22,6 +22,7 @@ from harness.report.text import (
     table,
     whole,
 )
+from harness.report.watched import watched
 
 Summary = dict[str, Any]
 
@@ -61,7 +62,8 @@ def _percentile(distribution: Summary | None, name: str) -> str:
 
 
 def _tokens(summary: Summary) -> list[str]:
-    names = {"self": "one arm over its legs", "ours": "our arms", "pin": "ours against the other engine"}
+    names = {"self": "one arm over its legs", "ours": "our arms", "pin": "ours against the other engine",
+             "ab": "both arms in one block"}
     rows = [
         [f"{row['a']} / {row['b']}", names[row["kind"]], f"{row['identical']}/{row['of']}", "must agree" if row["gated"] else "reported"]
         for row in summary["tokens"]
@@ -244,5 +246,5 @@ def _reproduce(summary: Summary) -> list[str]:
     ]
 
 
-ALL = (_tokens, _correctness, _latencies, _occupancy, _ceiling, _memory, _attempts, _notes, _identities, _machine, _reproduce)
+ALL = (_tokens, _correctness, _latencies, _occupancy, _ceiling, _memory, watched, _attempts, _notes, _identities, _machine, _reproduce)
 """In the order in which a report shows them."""

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from harness.analysis.ratios import AXES
+from harness.report.ab import ab_lines
 from harness.report.markdown import verdict_line
 from harness.report.text import AXIS_NAMES, interval, percent, ratio
 
@@ -42,7 +43,7 @@ def print_plan(plan: dict[str, Any], console: Console) -> None:
 def print_summary(summary: dict[str, Any], series: Path, console: Console) -> None:
     """The verdict line, its reasons, and a table of ratios for each pair."""
     console.print(verdict_line(summary).replace("**", ""), markup=False, highlight=False, soft_wrap=True)
-    for reason in summary["reasons"]:
+    for reason in [*summary["reasons"], *summary["contention"]["lines"]]:
         console.print(f"  {reason}", markup=False, highlight=False, soft_wrap=True)
     for pair in summary["pairs"]:
         if pair["refused"] or not pair["axes"]:
@@ -55,4 +56,6 @@ def print_summary(summary: dict[str, Any], series: Path, console: Console) -> No
             spreads = " / ".join(percent(axis[side], 1) for side in ("spread_ours", "spread_base"))
             table.add_row(AXIS_NAMES[name], ratio(axis["ratio"]), interval(axis["interval"]), spreads, axis["verdict"])
         console.print(table)
+        for line in ab_lines(pair):
+            console.print(f"  {line}", markup=False, highlight=False, soft_wrap=True)
     console.print(f"report: {series / 'report.md'}", markup=False, highlight=False, soft_wrap=True)

