@@ -125,20 +125,24 @@ def judge(prompts: Outputs, ours: Outputs, oracle: Outputs, scores: Sequence[Sco
     """
     first = {one.request: one for one in diff_tokens(ours, oracle).divergences}
     found = []
+    at: tuple[int | None, int | None, int | None]
     for request, (prompt, ids, scored) in enumerate(zip(prompts, ours, scores, strict=True)):
         bound = anchor(prompt, ids)
         if scored.anchor != bound or list(scored.ids) != list(ids):
             raise NearTieError(f"request {request}: the scores are of other ids than ours, or after another prompt; score them anew")
         worst, where = worst_gap(scored, mask)
-        divergence, gap, label = first.get(request), None, IDENTICAL
-        if divergence is not None:
+        divergence = first.get(request)
+        if divergence is None:
+            at, label, gap = (None, None, None), IDENTICAL, None
+        else:
+            at = (divergence.position, divergence.a, divergence.b)
             theirs = dict(scored.top[divergence.position]).get(divergence.b)
             gap = None if theirs is None else theirs - scored.logprobs[divergence.position]
             tie = band > 0 and gap is not None and worst is not None and max(gap, worst) <= band
             label = NEAR_TIE if tie else WRONG
         found.append(Judgement(
-            request=request, label=label, position=divergence and divergence.position, ours=divergence and divergence.a,
-            oracle=divergence and divergence.b, gap=gap, worst_gap=worst, worst_position=where, anchor=bound,
+            request=request, label=label, position=at[0], ours=at[1], oracle=at[2], gap=gap, worst_gap=worst, worst_position=where,
+            anchor=bound,
         ))
     return found
 
