@@ -16,7 +16,7 @@ from typing import Any
 from harness.machine import host
 from harness.machine.gpu import Gpu, GpuSample, GpuUnreadable, event_names
 from harness.machine.host import CpuTimes, ProcessTimes
-from harness.machine.idle_rule import IdleLimits, decide
+from harness.machine.idle_rule import IdleLimits, decide, findings
 from harness.machine.load import Load, load_between, own_tree
 from harness.machine.vram import LowestVram, VramUnreadable
 
@@ -73,7 +73,7 @@ def check_idle(
 
     `own_roots` are the series' own processes, whose trees are not foreign; `previous_end_ns` is when the last leg ended
     (CLOCK_MONOTONIC), None before the first; beside `lock` the GPUs' lowest memory use is kept.  `ok` is True only when `reasons` is
-    empty; each reason names what to stop.
+    empty; each reason names what to stop.  `waived` holds what a waiver of `limits` kept from being a reason: {check, found}.
     """
     if probe is None:
         probe = Probe(lock)
@@ -97,6 +97,7 @@ def check_idle(
         "schema": SCHEMA,
         "ok": not decision["reasons"],
         "reasons": decision["reasons"],
+        "waived": [finding._asdict() for finding in findings(decision, limits) if finding.check in limits.waived],
         "waited_s": waited,
         "samples": samples,
         "load1": probe.load_1(),

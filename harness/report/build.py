@@ -8,7 +8,7 @@ from typing import Any
 
 from harness.analysis.summary import summarize
 from harness.evidence.layout import PLOTS, REPORT, SUMMARY
-from harness.evidence.schema import load_series
+from harness.evidence.schema import Series, load_series
 from harness.evidence.store import BrokenSeal, check_seal
 from harness.report.markdown import render
 from harness.report.plots import in_flight_svg, latency_svg, memory_svg
@@ -29,14 +29,24 @@ def build_report(path: Path) -> dict[str, Any]:
     check_seal(path)
     series = load_series(path)
     summary = summarize(series)
-    figures = {"latency.svg": latency_svg(series), "in_flight.svg": in_flight_svg(series), "memory.svg": memory_svg(series)}
     (path / PLOTS).mkdir(exist_ok=True)
-    for name, figure in figures.items():
+    for name, figure in figures(series, summary).items():
         if figure is not None:
             _replace(path / PLOTS / name, figure.encode())
+        else:
+            (path / PLOTS / name).unlink(missing_ok=True)  # an earlier page's
     _replace(path / SUMMARY, to_json(summary))
     _replace(path / REPORT, render(summary).encode())
     return summary
+
+
+def figures(series: Series, summary: dict[str, Any]) -> dict[str, str | None]:
+    """The plots of a series by file name, each as SVG; None for one that this series does not have."""
+    timed = not summary["contention"]["contended"]
+    return {
+        "latency.svg": latency_svg(series) if timed else None, "in_flight.svg": in_flight_svg(series) if timed else None,
+        "memory.svg": memory_svg(series),
+    }
 
 
 def _replace(path: Path, data: bytes) -> None:

@@ -45,6 +45,8 @@ def _rows(summary: dict[str, Any], name: str) -> list[list[str]]:
         verdict = summary["verdict"] + (f" ({summary['qualifier']})" if summary["qualifier"] else "")
         if not summary["binding"]:
             verdict += ", not binding"
+        if summary["contention"]["contended"]:
+            verdict += ", within one contended series"
         rows.append([
             f"[{cell(name)}](../results/{name}/{REPORT})" if number == 0 else "", _model(summary) if number == 0 else "",
             verdict if number == 0 else "; ".join(pair["withheld"])[:60],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,15 @@ from legs.protocol import (
 )
 
 CLOCK_OFFSET_MAX = 0.01
+
+_WATCHED = re.compile(r"(?:gpu \d+ \(.*?\): )?(foreign cpu|steal|foreign \w+ process|clock event|unreadable: \w+)(?:: |$)")
+_CHECKS = {
+    "foreign cpu": "foreign_cpu", "steal": "steal", "foreign compute process": "processes", "foreign graphics process": "processes",
+    "clock event": "clock_event", "unreadable: utilisation": "unreadable.utilisation",
+    "unreadable: clock_event_reasons": "unreadable.clock_event_reasons", "unreadable: foreign_compute": "unreadable.compute_pids",
+    "unreadable: foreign_graphics": "unreadable.graphics_pids",
+}
+"""The words with which the watcher begins a reason to void a leg, by the check of the idle gate that looks for the same."""
 
 
 def read_result(folder: Path, request: LegRequest) -> dict[str, Any]:
@@ -116,6 +126,19 @@ def clock_offsets(telemetry: Mapping[str, Mapping[str, Any] | None]) -> list[str
             reasons.append(f"gpu {index} ({name}): SM clock {clocks[high]:g} MHz in {high}, {clocks[low]:g} in {low} "
                            f"(medians at most {CLOCK_OFFSET_MAX:.0%} apart); lock the clocks, or let the card cool")
     return reasons
+
+
+def waive(reasons: Sequence[str], waived: Sequence[str]) -> tuple[list[str], list[str]]:
+    """(reasons that stay, notes of those that the plan waives) of what the watcher saw in a performance leg.  `waived` names checks of
+    the idle gate: what a machine is known to have before a leg it also has within one."""
+    kept, notes = [], []
+    for reason in reasons:
+        found = _WATCHED.match(reason)
+        if found and _CHECKS.get(found[1]) in waived:
+            notes.append(f"waived: {reason}")
+        else:
+            kept.append(reason)
+    return kept, notes
 
 
 def contaminated(result: Mapping[str, Any]) -> list[str]:

@@ -207,7 +207,8 @@ def _keep_telemetry(context: Context, folder: Path, rows: list[dict[str, Any]], 
     write_atomic(folder / layout.TELEMETRY, to_gzip("".join(json.dumps(row, allow_nan=False) + "\n" for row in rows).encode()))
     marks = read_marks(folder) if (folder / MARKS).exists() else []
     record["telemetry"], void, notes = summarise_telemetry(rows, marks, context.plan["idle"])
-    record["notes"] += notes
+    void, waived = checks.waive(void, context.plan["idle"]["waived"])
+    record["notes"] += notes + waived
     if void and record["status"] in ("ok", "void"):
         record |= {"status": "void", "reasons": (record["reasons"] if record["status"] == "void" else []) + void}
 

@@ -73,7 +73,8 @@ def make_plan(
         "legs": legs,
         "pairs": [list(pair) for pair in spec.verdict.pairs],
         "verdict": {"primary": spec.verdict.primary, "margin": spec.verdict.margin},
-        "idle": dataclasses.asdict(limits),
+        "idle": dataclasses.asdict(dataclasses.replace(limits, waived=tuple(waiver.check for waiver in spec.waivers))),
+        "waivers": [dataclasses.asdict(waiver) for waiver in spec.waivers],
         "leg_timeout_s": spec.limits.leg_timeout_s,
         "retries": RETRIES,
     }

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.evidence.layout import NULL_ARM
+from harness.machine.idle_rule import WAIVABLE
 from harness.strict import SpecError, build, read_toml
 from legs.protocol import CLIENTS, COMMON_OPTIONS
 
@@ -68,6 +69,14 @@ class Limits:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Waiver:
+    """A check of the idle gate that this machine cannot meet: what it finds is recorded and refuses nothing, for every arm alike."""
+
+    check: str
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class Verdict:
     """`margin` is how far short of the base an arm may be and still pass (0.02: 2 %); each pair is (ours, base)."""
 
@@ -99,6 +108,8 @@ class Spec:
     verdict: Verdict
     correctness: Correctness | None = None
     """Without a gate a series runs, and its verdict is withheld."""
+    waivers: tuple[Waiver, ...] = ()
+    """Without one every check of the idle gate refuses."""
 
 
 def load_spec(path: Path) -> Spec:
@@ -123,6 +134,11 @@ def load_spec(path: Path) -> Spec:
         for arm in spec.correctness.arms:
             good = arm in known and spec.arms[arm].driver == "engine"
             need(good, "correctness.arms", arm, "an arm of this file whose driver is `engine`")
+    for number, waiver in enumerate(spec.waivers):
+        where = f"waivers[{number}]"
+        need(waiver.check in WAIVABLE, f"{where}.check", waiver.check, f"one of {', '.join(WAIVABLE)}")
+        need(waiver.check not in [other.check for other in spec.waivers[:number]], f"{where}.check", waiver.check, "waived once is enough")
+        need(bool(waiver.reason.strip()), f"{where}.reason", waiver.reason, "say why this machine cannot meet the check")
     need(spec.limits.leg_timeout_s > 0, "limits.leg_timeout_s", spec.limits.leg_timeout_s, "seconds, above 0")
     return spec
 

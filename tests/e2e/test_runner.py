@@ -20,6 +20,7 @@ from harness import cli
 from harness.evidence import store
 from harness.series import leg, runner
 from tests.e2e import toy
+from tests.harness.machine.idle_records import idle_record
 
 VERDICT = (0, 1, 2)
 """A series that ran to its end: the stand-in's speed is noise, so any of these."""
@@ -30,9 +31,8 @@ Run = Callable[..., tuple[int, Path]]
 @pytest.fixture
 def idle(monkeypatch: pytest.MonkeyPatch) -> None:
     """An idle machine, at once: what the gate itself sees is tested where the gate is."""
-    calm = {"schema": 1, "ok": True, "reasons": [], "waited_s": 0.0, "samples": [], "load1": 0.0, "since_previous_s": None, "limits": {}}
     for module in (leg, runner):
-        monkeypatch.setattr(module, "check_idle", lambda *_: dict(calm))
+        monkeypatch.setattr(module, "check_idle", lambda *_: idle_record())
     judge = leg.summarise_telemetry
     lenient = {"foreign_cpu_max": 1.0, "steal_max": 1.0}
     monkeypatch.setattr(leg, "summarise_telemetry", lambda rows, marks, limits: judge(rows, marks, {**limits, **lenient}))
