@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import signal
 import sys
@@ -94,6 +95,21 @@ def report(series: SeriesArgument) -> int:
     summary = build_report(series)
     out_console.print(f"{series / 'report.md'}", highlight=False, soft_wrap=True)
     return int(summary["exit_code"])
+
+
+@app.command()
+def verify(series: SeriesArgument, as_json: JsonOption = False) -> int:
+    """Check a series' seal and recompute summary, report and plots from the evidence; exit 1 at a difference, 4 at a broken seal."""
+    from harness.evidence.verify import to_lines
+    from harness.evidence.verify import verify as check
+
+    checks = check(series)
+    if as_json:
+        print(json.dumps([dataclasses.asdict(one) for one in checks], indent=2))
+    else:
+        for line in to_lines(checks):
+            out_console.print(line, markup=False, highlight=False, soft_wrap=True)
+    return Exit.PASS if all(one.difference is None for one in checks) else Exit.FAIL
 
 
 @app.command()

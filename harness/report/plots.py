@@ -25,6 +25,7 @@ COLOURS = ("#2f81f7", "#db6d28", "#2da44e", "#a475f9", "#d29922", "#e5534b")
 STYLE = {
     "svg.hashsalt": "vllm-parity", "svg.fonttype": "none", "font.family": "sans-serif", "font.size": 10, "text.color": INK,
     "axes.labelcolor": INK, "axes.edgecolor": INK, "xtick.color": INK, "ytick.color": INK, "axes.titlecolor": INK,
+    "path.simplify": False,  # every vertex is drawn, so that a plot can be checked by its data
     "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.color": INK, "grid.alpha": 0.25, "grid.linewidth": 0.6,
 }
 SHOWN_MARKS = {"loaded": "right", "ready": "left", "first_submit": "right", "last_token": "left"}
