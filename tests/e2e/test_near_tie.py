@@ -226,8 +226,12 @@ def test_a_record_of_another_series_is_refused(series: Path, capsys: pytest.Capt
     ("return [Given(index, ids, 0.0)", "return [Given(index, own(index), 0.0)", "or other ids were scored"),
     ('"commit": None', '"commit": None, "version": "1"', "another than the series': version was '0', is '1'"),
     ("    return Scoring(request)", "    os._exit(3)", "the scoring leg left no result"),
+    ('"attention_backend": None', '"attention_backend": None, "dtype": "bfloat16"', "dtype: declared 'float32', resolved 'bfloat16'"),
+    ("MAX = 8", "MAX = 8\nimport sys\nsys.path.append('/nowhere')", "import from outside its stage: nowhere"),
+    ("MAX = 8", "MAX = 8\nfrom legs.drivers import scoring\nkeep = scoring.write_scores\nscoring.write_scores = lambda *a: keep(*a)[::-1]",
+     "scores.json.gz: its hash is not the one in result.json"),
     ("row = {own(index)[t]: -0.5}", "row = {own(index)[t]: -4.5, 59: -0.5}", "the oracle does not stand by its own ids"),
-], ids=["cannot", "too few", "other ids", "other build", "dies", "disowns"])
+], ids=["cannot", "too few", "other ids", "other build", "dies", "other options", "other path", "hash", "disowns"])
 def test_a_scoring_that_cannot_be_judged_is_an_error_and_leaves_no_seal(
     series: Path, oracle: Any, capsys: pytest.CaptureFixture[str], old: str, new: str, said: str
 ) -> None:

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +32,8 @@ from harness.series.plan import corpus_path, make_plan
 from harness.series.spec import load_spec
 from harness.series.stage import repository_root
 from legs.protocol import PROTOCOL, SCORE_PHASE, LegRequest, read_corpus, read_scores, to_json, write_atomic
-from tests.engine.test_faults import FAULTS
 
+FAULTS: list[Callable[[pytest.MonkeyPatch], None]] = importlib.import_module("tests.engine.test_faults").FAULTS
 HEALTHY = "healthy"
 CHUNK = 64
 """Token budget of our engine: small enough that prompts are cut, since one fault lies in a prompt's second chunk."""

@@ -111,6 +111,7 @@ def test_jitter_is_the_percentile_over_all_named_ids_of_common_positions() -> No
     assert (found.positions, found.values) == (100, 2000)
     assert found.percentile == pytest.approx(99e-6) and found.worst == pytest.approx(99e-6)
     assert band_of([found]) == pytest.approx(3 * 99e-6)
+    assert jitter("x", scores, "b", "a").percentile == found.percentile, "the difference, whichever is larger"
 
 
 def test_jitter_looks_at_the_tail_and_not_at_the_worst() -> None:
