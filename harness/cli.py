@@ -113,6 +113,25 @@ def verify(series: SeriesArgument, as_json: JsonOption = False) -> int:
 
 
 @app.command()
+def compare(
+    before: Annotated[Path, typer.Argument(metavar="A", help="The earlier series.")],
+    after: Annotated[Path, typer.Argument(metavar="B", help="The later series.")],
+    as_json: JsonOption = False,
+) -> int:
+    """Say what moved between two series, against the arm that did not change; exit 1 when an arm moved, 2 when nothing may be said."""
+    from harness.report.build import compare_dirs
+    from harness.report.drift import drift_exit, drift_lines
+
+    found = compare_dirs(before, after)
+    if as_json:
+        print(json.dumps(found, indent=2))
+    else:
+        for line in drift_lines(found):
+            out_console.print(line, markup=False, highlight=False, soft_wrap=True)
+    return drift_exit(found)
+
+
+@app.command()
 def scoreboard(
     check: Annotated[bool, typer.Option("--check", help="Write nothing; exit 1 when the page is not what results/ gives.")] = False,
 ) -> int:

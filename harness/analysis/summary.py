@@ -37,7 +37,7 @@ def summarize(series: Series) -> dict[str, Any]:
     if (axis := series.plan["verdict"]["primary"]) not in AXES:
         raise EvidenceError(f"{PLAN}: field `verdict.primary` is {axis!r}, expected one of {', '.join(AXES)}")
     arms = {arm: _arm(series, arm) for arm in series.arms}
-    values: Values = {arm: {axis: _axis_values(arms[arm], axis) for axis in AXES} for arm in series.arms}
+    values: Values = {arm: {axis: axis_values(arms[arm], axis) for axis in AXES} for arm in series.arms}
     for arm, axes in values.items():
         arms[arm]["means"] = {name: mean(axes[name]) for name in AXES}
     failed, reasons = gates.series_failures(series)
@@ -158,7 +158,7 @@ def _memory(leg: Leg) -> dict[str, Any]:
     return {"leg": leg.name, "repetition": leg.repetition, **read, "sampling": sampling(leg.memory)}
 
 
-def _axis_values(arm: dict[str, Any], axis: str) -> list[float | None]:
+def axis_values(arm: dict[str, Any], axis: str) -> list[float | None]:
     """One value per accepted block; None where it could not be read."""
     if axis in MEMORY:
         return [leg.get(axis) for leg in arm["memory"]]

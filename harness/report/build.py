@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from harness.analysis.drift import compare_series
 from harness.analysis.summary import summarize
 from harness.evidence.layout import PLOTS, REPORT, SUMMARY
 from harness.evidence.schema import Series, load_series
@@ -19,6 +20,14 @@ def summarize_series(path: Path) -> dict[str, Any]:
     """The summary of a sealed series; writes nothing.  Raises BrokenSeal and EvidenceError."""
     check_seal(path)
     return summarize(load_series(path))
+
+
+def compare_dirs(before: Path, after: Path) -> dict[str, Any]:
+    """What moved between two sealed series (`analysis/drift.py`).  Raises BrokenSeal and EvidenceError."""
+    for path in (before, after):
+        check_seal(path)
+    a, b = load_series(before), load_series(after)
+    return compare_series(a, b, (summarize(a), summarize(b)))
 
 
 def build_report(path: Path) -> dict[str, Any]:

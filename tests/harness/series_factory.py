@@ -62,6 +62,10 @@ class Recipe:
     """The cards that the idle gate saw before a leg, by its name, as changes to one idle card."""
     waivers: dict[str, str] = dataclasses.field(default_factory=dict)
     """Reason by check."""
+    name: str = "synthetic"
+    code: dict[str, str] = dataclasses.field(default_factory=lambda: {"ours": "56" * 32})
+    """SHA-256 of the staged code by arm, else by role."""
+    pinned: dict[str, Any] = dataclasses.field(default_factory=lambda: dict(PINNED))
 
 
 class _Engine:
@@ -107,7 +111,7 @@ def _make(path: Path, recipe: Recipe) -> Path:
     plan = make_plan(recipe)
     _write(path / layout.PLAN, plan)
     _write(path / layout.SERIES, {
-        "schema": 1, "machine": {"host_sha256": "ab" * 32, "cpu": "Synthetic CPU", "cores": 2, "kernel": "6.1"},
+        "schema": 1, "machine": {"host": "ab" * 32, "boot_id": "b1", "cpu": "Synthetic CPU", "cores": 2, "kernel": "6.1"},
         "repository": {"commit": "c0ffee" * 6 + "c0ff", "dirty": recipe.dirty},
     })
     record(path, [layout.SPEC, layout.PLAN, layout.SERIES])
@@ -136,7 +140,7 @@ def make_plan(recipe: Recipe) -> dict[str, Any]:
         for phase in ("memory", "performance") for r in range(1, getattr(recipe, phase) + 1)
     ]
     plan: dict[str, Any] = {
-        "schema": 1, "name": "synthetic", "title": "A synthetic series", "spec_sha256": "12" * 32,
+        "schema": 1, "name": recipe.name, "title": "A synthetic series", "spec_sha256": "12" * 32,
         "phases": {"memory": recipe.memory, "performance": recipe.performance},
         "arms": [
             {"name": arm, "driver": "engine" if role == "ours" else "vllm", "role_expected": "ours" if role == "ours" else "pin",
@@ -221,13 +225,13 @@ def _leg(path: Path, recipe: Recipe, plan: dict[str, Any], rng: random.Random, p
         "schema": 1, "leg": request.leg, "arm": arm, "phase": phase, "attempt": attempt, "order": order, "status": status,
         "repetition": repetition if phase in ("memory", "performance") else None, "argv": ["python"], "environment": {},
         "reasons": [] if status == "ok" else [f"planted {status}"], "role": role,
-        "code_sha256": ("56" if role == "ours" else "78") * 32, "started_utc": "2026-01-01T00:00:00Z",
+        "code_sha256": recipe.code.get(arm) or recipe.code.get(role) or "78" * 32, "started_utc": "2026-01-01T00:00:00Z",
         "started_ns": 10**12 - 5, "ended_ns": engine.now + 5, "since_previous_s": None,
     })
 
 
 def _result(folder: Path, request: protocol.LegRequest, role: str, recipe: Recipe, traces: list[protocol.Trace], outputs: Outputs) -> None:
-    who = {"name": "engine", "distribution": "vllm-parity", "version": "0.1.0"} if role == "ours" else dict(PINNED)
+    who = {"name": "engine", "distribution": "vllm-parity", "version": "0.1.0"} if role == "ours" else dict(recipe.pinned)
     result = {
         "protocol": protocol.PROTOCOL, "leg": request.leg, "arm": request.arm, "client": request.client,
         "who": {**who, "commit": None, "packages": {}, "record_sha256": "9a" * 32, "missing": []},
