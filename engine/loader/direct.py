@@ -81,7 +81,7 @@ def chunks(pieces: Sequence[Piece], window: int) -> Iterator[Chunk]:
             at = entry.offset + begin
             room = window if now is None else window - (now.end - now.begin)
             room -= room % piece.dtype.itemsize
-            if now is not None and (not room or now[:1] != (entry.file,) or now.end != at or now.straight != straight):
+            if now is not None and (not room or now.path != entry.file or now.end != at or now.straight != straight):
                 yield now
                 now = None
                 continue

@@ -318,22 +318,25 @@ def test_no_file_of_weights_is_ever_mapped(tmp_path: Path, monkeypatch: pytest.M
 @given(
     lengths=st.lists(st.tuples(st.integers(0, 60), st.booleans(), st.sampled_from([torch.float32, torch.bfloat16])), max_size=12),
     first=st.integers(0, 9), window=st.integers(8, 64), gap_at=st.integers(0, 12),
+    second=st.integers(0, 12),
 )
 def test_chunks_cover_each_byte_once_in_order_and_cut_no_value(
-    lengths: list[tuple[int, bool, torch.dtype]], first: int, window: int, gap_at: int
+    lengths: list[tuple[int, bool, torch.dtype]], first: int, window: int, gap_at: int, second: int
 ) -> None:
+    """`second` is the first piece of a second file, whose offsets go on where the first file's ended."""
     given_pieces, at = [], first
     for number, (length, same, dtype) in enumerate(lengths):
         at += 5 if number == gap_at else 0
         nbytes = length * dtype.itemsize
         target = torch.empty(length, dtype=dtype if same else torch.float16)
-        given_pieces.append(Piece(Entry(Path("f"), f"t{number}", NAMES[dtype], (length,), at, nbytes, ()), dtype, target))
+        given_pieces.append(Piece(Entry(Path("f" if number < second else "g"), f"t{number}", NAMES[dtype], (length,), at, nbytes, ()), dtype, target))
         at += nbytes
     made = list(direct.chunks(given_pieces[::-1], window))
     covered = [(piece.entry.offset + begin, piece.entry.offset + end) for chunk in made for piece, begin, end in chunk.parts]
     wanted = [offset for piece in given_pieces for offset in range(piece.entry.offset, piece.entry.offset + piece.entry.nbytes)]
     assert [offset for begin, end in covered for offset in range(begin, end)] == wanted
     for chunk in made:
+        assert {piece.entry.file for piece, *_ in chunk.parts} == {chunk.path}
         assert 0 < chunk.end - chunk.begin == sum(end - begin for _, begin, end in chunk.parts) <= window
         assert chunk.begin == chunk.parts[0].piece.entry.offset + chunk.parts[0].begin
         for piece, begin, end in chunk.parts:
