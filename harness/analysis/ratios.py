@@ -15,7 +15,9 @@ from scipy import stats
 
 THROUGHPUT = ("total_throughput", "output_throughput", "request_throughput")
 LATENCY = ("ttft_mean", "tpot_mean", "itl_p50", "e2e_mean")
-MEMORY = ("peak_pss", "stable_pss")
+GPU_MEMORY = "peak_gpu"
+"""An axis of a pair of which an arm ran on a GPU."""
+MEMORY = ("peak_pss", "stable_pss", GPU_MEMORY)
 AXES = (*THROUGHPUT, *LATENCY, *MEMORY)
 
 CONFIDENCE = 0.95

@@ -11,9 +11,10 @@ from harness.analysis.ceiling import CLIENT_BOUND, Ceiling, ClientShare, client_
 from harness.analysis.contention import contention, mark
 from harness.analysis.metrics import LegMetrics, leg_metrics
 from harness.analysis.occupancy import occupancy
-from harness.analysis.ratios import AXES, MEMORY, THROUGHPUT, Axis, ConsistencyError, check_throughputs, compare, mean
+from harness.analysis.ratios import AXES, GPU_MEMORY, MEMORY, THROUGHPUT, Axis, ConsistencyError, check_throughputs, compare, mean
 from harness.analysis.sampling import sampling
 from harness.analysis.tokens import LegDiff, TokensError, describe, series_diffs
+from harness.analysis.vllm_bench import vllm_bench
 from harness.evidence.layout import PLAN
 from harness.evidence.schema import MEASURED, EvidenceError, Leg, Series
 from harness.leg.memory_summary import summarise_memory
@@ -55,7 +56,7 @@ def summarize(series: Series) -> dict[str, Any]:
         failed, reasons = Exit.ERROR, broken
     if failed is None and primary["refused"]:
         failed, reasons = Exit.ERROR, [primary["refused"]]
-    decided = primary["axes"].get(axis, {})
+    decided = primary["axes"].get(axis) or {"verdict": "VOID", "reasons": [f"{axis}: neither arm ran on a GPU"]}
     verdict = failed if failed is not None else Exit[decided["verdict"]]
     dirty = series.record["repository"]["dirty"]
     summary = {
@@ -145,6 +146,7 @@ def _performance(leg: Leg, concurrency: int) -> dict[str, Any]:
         "leg": leg.name, "repetition": leg.repetition, **dataclasses.asdict(metrics),
         "occupancy": dataclasses.asdict(occupancy(leg.traces, concurrency)), "counters": leg.result["counters"],
         "telemetry": leg.record.get("telemetry"),
+        "vllm_bench": {name: row and dataclasses.asdict(row) for name, row in vllm_bench(leg.traces).items()},
     }
 
 
@@ -155,7 +157,9 @@ def _memory(leg: Leg) -> dict[str, Any]:
         read |= {"peak_pss": None, "stable_pss": None}
     if read["peak_missed"]:
         read["peak_pss"] = None
-    return {"leg": leg.name, "repetition": leg.repetition, **read, "sampling": sampling(leg.memory)}
+    how = sampling(leg.memory)
+    read["peak_gpu"] = how["gpu_peak"] if read["complete"] else None
+    return {"leg": leg.name, "repetition": leg.repetition, **read, "sampling": how}
 
 
 def axis_values(arm: dict[str, Any], axis: str) -> list[float | None]:
@@ -187,7 +191,8 @@ def _pair(series: Series, diffs: list[LegDiff], values: Values, shares: Shares, 
     if failed is not None:
         out["withheld"].append(f"no verdict: the series is {failed.name}")
     margin = series.plan["verdict"]["margin"]
-    axes = {axis: compare(axis, values[pair[0]][axis], values[pair[1]][axis], margin) for axis in AXES}
+    axes = {axis: compare(axis, values[pair[0]][axis], values[pair[1]][axis], margin) for axis in AXES
+            if axis != GPU_MEMORY or _on_gpu(ours[0]) or _on_gpu(base[0])}
     if difference is not None:
         judged = {name: ab.judge(axis, difference, margin) for name, axis in axes.items()}
         axes = {name: axis for name, (axis, _) in judged.items()}
@@ -198,6 +203,10 @@ def _pair(series: Series, diffs: list[LegDiff], values: Values, shares: Shares, 
         out["errors"] = [f"{pair[0]}/{pair[1]}: {error}"]
     out["axes"] = {name: _axis_row(axis, out["withheld"]) for name, axis in axes.items()}
     return out
+
+
+def _on_gpu(leg: Leg) -> bool:
+    return leg.result is not None and leg.result["device"]["kind"] != "cpu"
 
 
 def _ab_row(

@@ -38,7 +38,7 @@ def ab_section(summary: Summary) -> list[str]:
     for pair in summary["pairs"]:
         if pair["ab"] is None:
             continue
-        rows = [_row(axis, pair["axes"][axis], pair["ab"]["axes"][axis]) for axis in AXES]
+        rows = [_row(axis, pair["axes"][axis], pair["ab"]["axes"][axis]) for axis in AXES if axis in pair["axes"]]
         header = ["axis", "gap", "spread, ours / base", "gap over spread", "block by block", "so", "equivalent"]
         lines += [
             f"## {pair['ab']['kind']}", "", *(f"- {cell(line)}" for line in ab_lines(pair)), "", *table(header, rows),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from harness.analysis.ratios import AXES, THROUGHPUT
+from harness.analysis.ratios import AXES, GPU_MEMORY, THROUGHPUT
 from harness.report import sections
 from harness.report.ab import ab_section
 from harness.report.text import (
@@ -142,7 +142,8 @@ def _plots(summary: Summary) -> list[str]:
 
 def _absolutes(summary: Summary) -> list[str]:
     arms = dict(arms_in_order(summary))
-    rows = [[AXIS_NAMES[axis], *(whole(absolute(axis, arm["means"][axis])) for arm in arms.values())] for axis in AXES]
+    rows = [[AXIS_NAMES[axis], *(whole(absolute(axis, arm["means"][axis])) for arm in arms.values())] for axis in AXES
+            if any(axis in pair["axes"] for pair in summary["pairs"]) or axis != GPU_MEMORY]
     header = ["mean over blocks", *(whole(f"{name} [{cell(arm['role'])}]") for name, arm in arms.items())]
     return ["## Absolute numbers", "", *table(header, rows)]
 
@@ -171,7 +172,7 @@ def _ratio_rows(pair: Summary) -> list[list[str]]:
     axes = pair["axes"]
     same = not pair["errors"]
     rows = [_ratio_row(pair, whole("throughput, all three") if same else AXIS_NAMES[THROUGHPUT[0]], axes[THROUGHPUT[0]])]
-    rest = [axis for axis in AXES if axis not in (THROUGHPUT if same else THROUGHPUT[:1])]
+    rest = [axis for axis in AXES if axis in axes and axis not in (THROUGHPUT if same else THROUGHPUT[:1])]
     return rows + [_ratio_row(pair, AXIS_NAMES[axis], axes[axis]) for axis in rest]
 
 

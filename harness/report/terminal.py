@@ -51,7 +51,7 @@ def print_summary(summary: dict[str, Any], series: Path, console: Console) -> No
         table = Table(title=f"{pair['ours']} / {pair['base']} ({pair['roles'][1]})", title_justify="left")
         for column in ("axis", "ratio", "95 % interval", "spread", "verdict"):
             table.add_column(column, no_wrap=True)
-        for name in (axis for axis in AXES if axis not in SAME_AS_TOTAL):
+        for name in (axis for axis in AXES if axis in pair["axes"] and axis not in SAME_AS_TOTAL):
             axis = pair["axes"][name]
             spreads = " / ".join(percent(axis[side], 1) for side in ("spread_ours", "spread_base"))
             table.add_row(AXIS_NAMES[name], ratio(axis["ratio"]), interval(axis["interval"]), spreads, axis["verdict"])

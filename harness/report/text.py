@@ -12,7 +12,7 @@ MIB = 2**20
 AXIS_NAMES = {
     "total_throughput": "total throughput", "output_throughput": "output throughput", "request_throughput": "request throughput",
     "ttft_mean": "TTFT, mean", "tpot_mean": "TPOT, mean", "itl_p50": "ITL, median", "e2e_mean": "E2E, mean",
-    "peak_pss": "peak PSS", "stable_pss": "stable PSS",
+    "peak_pss": "peak PSS", "stable_pss": "stable PSS", "peak_gpu": "peak GPU memory",
 }
 
 
@@ -90,7 +90,7 @@ def side(pair: dict[str, Any], which: int) -> str:
 
 def absolute(axis: str, value: float | None) -> str:
     """An axis's own value with its unit."""
-    if axis.endswith("pss"):
+    if axis.endswith(("pss", "gpu")):
         return number(value, 1, 1 / MIB, " MiB")
     if axis == "request_throughput":
         return number(value, 3, 1, " req/s")

@@ -212,4 +212,4 @@ def test_the_detectable_effect_is_seen_four_times_in_five() -> None:
 
 
 def test_the_axes_are_all_there() -> None:
-    assert set(AXES) == set(THROUGHPUT) | set(LATENCY) | set(MEMORY) and len(AXES) == 9
+    assert set(AXES) == set(THROUGHPUT) | set(LATENCY) | set(MEMORY) and len(AXES) == 10
