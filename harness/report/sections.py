@@ -22,6 +22,7 @@ from harness.report.text import (
     table,
     whole,
 )
+from harness.report.vllm_bench import vllm_bench_section
 from harness.report.watched import watched
 
 Summary = dict[str, Any]
@@ -44,7 +45,7 @@ def _latencies(summary: Summary) -> list[str]:
     ]
     tail_header = ["leg", "of each request, ms", "n", "median", "p90", "p95", "p99", "maximum"]
     return ["## Latency", "", *folded("Latency of each performance leg", table(header, rows)),
-            *folded("Percentiles of each performance leg", [note, "", *table(tail_header, tails, text=2)])]
+            *folded("Percentiles of each performance leg", [note, "", *table(tail_header, tails, text=2)]), *vllm_bench_section(summary)]
 
 
 def _bounded(distribution: Summary | None, q: int) -> str:
