@@ -17,6 +17,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if "tests/engine/gpu/" not in item.path.as_posix():
             continue
         item.add_marker(pytest.mark.gpu)
-        kernels_only = item.path.name == "test_kernels.py"
+        kernels_only = item.path.name.endswith("kernels.py")
         if not ON_CARD and not (INTERPRETED and kernels_only):
             item.add_marker(pytest.mark.skip(reason="needs a card"))
