@@ -24,6 +24,8 @@ app = typer.Typer(
 )
 tokens_app = typer.Typer(no_args_is_help=True, help="Compare output token ids.")
 oracle_app = typer.Typer(no_args_is_help=True, help="The pinned vLLM builds that series are measured against.")
+records_app = typer.Typer(no_args_is_help=True, help="What is said of a sealed series afterwards: VOID and corrections, only ever added.")
+app.add_typer(records_app, name="records")
 app.add_typer(tokens_app, name="tokens")
 app.add_typer(oracle_app, name="oracle")
 
@@ -203,6 +205,35 @@ def near_tie(
     for line in [json.dumps(found, indent=2)] if as_json else [*lines(found), "", f"record: {folder.name}, sealed"]:
         out_console.print(line, markup=False, highlight=False, soft_wrap=True)
     return Exit.FAIL if any(arm["wrong"] for arm in found["arms"]) else Exit.PASS
+
+
+@records_app.command("add")
+def records_add(
+    kind: Annotated[str, typer.Argument(help="`void` or `correction`.")],
+    series: Annotated[str, typer.Argument(help="A series of results/, by its folder's name.")],
+    reason: Annotated[str, typer.Argument(help="Why, in a sentence.")],
+    supersedes: Annotated[int | None, typer.Option(help="The record that stands for this series now, when there is one.")] = None,
+) -> int:
+    """Add a record to results/records.jsonl; the scoreboard shows it."""
+    from harness.evidence.records import add_record
+
+    record = add_record(repository_root() / "results", kind, series, reason, supersedes)
+    out_console.print(f"record {record.number}: {kind} {series}", markup=False, highlight=False, soft_wrap=True)
+    return Exit.PASS
+
+
+@records_app.command("check")
+def records_check(base: Annotated[str | None, typer.Option(help="A commit whose records must all still be there.")] = None) -> int:
+    """Check that results/records.jsonl is whole, and that since a commit it only grew."""
+    from harness.evidence.records import RECORDS, check_grown, committed_records, read_records
+
+    root = repository_root()
+    records = read_records(root / "results")
+    path = root / "results" / RECORDS
+    if base is not None:
+        check_grown(committed_records(root, base), path.read_text(encoding="utf-8") if path.exists() else "")
+    out_console.print(f"{len(records)} records, whole{f', none lost since {base}' if base else ''}", markup=False, highlight=False)
+    return Exit.PASS
 
 
 @oracle_app.command("install")

@@ -6,8 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from harness.evidence.layout import MANIFEST, REPORT
+from harness.evidence.records import RECORDS, Record, read_records, standing
+from harness.evidence.schema import EvidenceError
 from harness.report.build import summarize_series
-from harness.report.text import absolute, cell, interval, ratio, short, table
+from harness.report.text import NONE, Markup, absolute, cell, interval, ratio, short, table
 
 ROWS = 40
 """The newest series are shown; older ones stay in results/."""
@@ -25,19 +27,29 @@ def render_scoreboard(results: Path) -> str:
 
     Raises BrokenSeal or EvidenceError, naming the series' file, when any of them is not what was recorded.
     """
+    spoken = standing(read_records(results))
     folders = sorted(path.parent for path in results.glob(f"*/{MANIFEST}"))
+    if lost := sorted(spoken.keys() - {folder.name for folder in folders}):
+        raise EvidenceError(f"{RECORDS}: speaks of {', '.join(lost)}, which is not in results/")
     series = [(summarize_series(folder), folder.name) for folder in folders]
     series.sort(key=lambda pair: (pair[0]["started_utc"] or "", pair[1]), reverse=True)
     if not series:
         return f"{HEAD}\nNo committed series yet.\n"
-    rows = [row for summary, name in series[:ROWS] for row in _rows(summary, name)]
+    rows = [row for summary, name in series[:ROWS] for row in _rows(summary, name, spoken.get(name))]
     header = ["series", "model", "verdict", "ours / base", "tok/s", "95 % interval", "blocks", "total", "TTFT", "TPOT", "peak PSS", "seal"]
     older = [f"{len(series) - ROWS} older series are in results/.", ""] if len(series) > ROWS else []
     return "\n".join([HEAD, *table(header, rows), *older]).rstrip("\n") + "\n"
 
 
-def _rows(summary: dict[str, Any], name: str) -> list[list[str]]:
-    """One row a pair; the verdict stands beside the pair it is about."""
+def _rows(summary: dict[str, Any], name: str, record: Record | None) -> list[list[str]]:
+    """One row a pair; the verdict stands beside the pair it is about.  A series that a record voids has one row, without numbers."""
+    if record is not None and record.manifest_head != summary["manifest_head"]:
+        raise EvidenceError(f"{RECORDS}: record {record.number}: field `manifest_head` is {short(record.manifest_head)}, {name} is sealed "
+                            f"under {short(summary['manifest_head'])}")
+    link = f"[{cell(name)}](../results/{name}/{REPORT})"
+    if record is not None and record.kind == "void":
+        said = Markup(f"**VOID** by record {record.number}: {cell(record.reason)}")
+        return [[Markup(link), _model(summary), said, *[NONE] * 8, short(summary["manifest_head"])]]
     rows = []
     for number, pair in enumerate(summary["pairs"]):
         axes = pair["axes"]
@@ -47,8 +59,10 @@ def _rows(summary: dict[str, Any], name: str) -> list[list[str]]:
             verdict += ", not binding"
         if summary["contention"]["contended"]:
             verdict += ", within one contended series"
+        if record is not None:
+            verdict += f"; corrected by record {record.number}: {record.reason}"
         rows.append([
-            f"[{cell(name)}](../results/{name}/{REPORT})" if number == 0 else "", _model(summary) if number == 0 else "",
+            Markup(link) if number == 0 else "", _model(summary) if number == 0 else "",
             verdict if number == 0 else "; ".join(pair["withheld"])[:60],
             f"{pair['ours']} [{pair['roles'][0]}] / {pair['base']} [{pair['roles'][1]}]",
             absolute("total_throughput", total["mean_ours"]) if total else "n/a",
