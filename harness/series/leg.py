@@ -274,7 +274,9 @@ def _memory_reasons(folder: Path) -> list[str]:
         return ["the memory sampler left no stream"]
     summary = summarise_memory(read_rows(folder / layout.MEMORY), read_marks(folder))
     reasons = [f"{name} is unreadable" for name in ("peak_pss", "stable_pss") if summary[name] is None]
-    return reasons + [f"a peak was missed: {missed}" for missed in summary["peak_missed"]]
+    return reasons + [
+        f"a peak was missed: {missed['name']} (pid {missed['pid']}) once held {missed['hwm']} bytes by VmHWM, and {missed['sampled_rss']} "
+        "is the most that was sampled of it" for missed in summary["peak_missed"]]
 
 
 def _last_words(log: Path) -> str:
