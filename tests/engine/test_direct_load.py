@@ -329,7 +329,8 @@ def test_chunks_cover_each_byte_once_in_order_and_cut_no_value(
         at += 5 if number == gap_at else 0
         nbytes = length * dtype.itemsize
         target = torch.empty(length, dtype=dtype if same else torch.float16)
-        given_pieces.append(Piece(Entry(Path("f" if number < second else "g"), f"t{number}", NAMES[dtype], (length,), at, nbytes, ()), dtype, target))
+        path = Path("first" if number < second else "second")
+        given_pieces.append(Piece(Entry(path, f"t{number}", NAMES[dtype], (length,), at, nbytes, ()), dtype, target))
         at += nbytes
     made = list(direct.chunks(given_pieces[::-1], window))
     covered = [(piece.entry.offset + begin, piece.entry.offset + end) for chunk in made for piece, begin, end in chunk.parts]
