@@ -173,5 +173,5 @@ def _resolve(config: EngineConfig, model: ModelConfig) -> dict[str, Any]:
         "enable_prefix_caching": False, "enable_chunked_prefill": True,
         "enforce_eager": config.device == devices.HOST if config.enforce_eager is None else config.enforce_eager,
         "depth": config.depth or (1 if config.device == devices.HOST else 2), "threads": torch.get_num_threads(), "load": config.load,
-        "attention_backend": dispatch.BACKENDS[config.device],
+        **dispatch.backends(config.device, getattr(torch, dtype)),
     }

@@ -38,6 +38,8 @@ class Batch:
     """[T]; rows named by `last_rows` are filled in on the device."""
     positions: torch.Tensor
     """[T]"""
+    slots: torch.Tensor
+    """[T]"""
     cache_rows: torch.Tensor
     """[T], block * block_size + offset of each token's keys and values."""
     last_rows: torch.Tensor
@@ -76,7 +78,7 @@ def pack(step: Step, block_tables: torch.Tensor, block_size: int, dtype: torch.d
         [place for row in (*decodes, *longer) for place in _places(row, block_size)],
         [first_row[id(row)] for row in from_device],
         [row.request.slot for row in from_device],
-        [row.request.slot for row in decodes],
+        [row.request.slot for row in (*decodes, *longer) for _ in range(row.length)],
         [row.start + 1 for row in decodes],
         [first_row[id(row)] + row.length - 1 for row in sampling],
         [row.request.slot for row in sampling],
@@ -86,9 +88,10 @@ def pack(step: Step, block_tables: torch.Tensor, block_size: int, dtype: torch.d
     uploaded = _upload(fields, block_tables.device)
     ids, positions, places, last_rows, last_slots, slots, lengths, sample_rows, sample_slots, masked, masked_ids = uploaded
     width = max((-(-(row.start + 1) // block_size) for row in decodes), default=0)
+    alone = slots[: len(decodes)]
     return Batch(
-        token_ids=ids, positions=positions, cache_rows=places, last_rows=last_rows, last_slots=last_slots,
-        decode_tables=block_tables[slots, :width], decode_slots=slots,
+        token_ids=ids, positions=positions, slots=slots, cache_rows=places, last_rows=last_rows, last_slots=last_slots,
+        decode_tables=block_tables[alone, :width], decode_slots=alone,
         decode_mask=length_mask(lengths, width * block_size, dtype), chunks=tuple(chunks),
         sample_rows=sample_rows, sample_slots=sample_slots, masked_samples=masked, masked_ids=masked_ids,
     )

@@ -9,10 +9,16 @@ import torch
 
 from engine.kernels import activation, attention, gated_attention, gdn, norm, norm_centred, place, sample, streams
 from engine.kernels import linear as linear_kernels
-from engine.kernels.devices import CARD, HOST
+from engine.kernels.cpu import binding as compiled
+from engine.kernels.devices import CARD
 
-BACKENDS = {HOST: "torch-cpu", CARD: "triton"}
-"""Name of each device's attention backend, as reported."""
+
+def backends(device: str, dtype: torch.dtype) -> dict[str, str]:
+    """Names of what computes attention and linear layers on `device` in `dtype`, as reported."""
+    if device == CARD:
+        return {"attention_backend": "triton", "linear_backend": "cublas"}
+    name = (compiled.backend() if dtype == torch.float32 else None) or "torch-cpu"
+    return {"attention_backend": name, "linear_backend": name}
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -21,6 +27,8 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         from engine.kernels import norm_triton
 
         return norm_triton.rms_norm(x, weight, eps)
+    if compiled.serves(x, weight):
+        return compiled.rms_norm(x, weight, eps)
     return norm.rms_norm_reference(x, weight, eps)
 
 
@@ -30,6 +38,8 @@ def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, 
         from engine.kernels import norm_triton
 
         return norm_triton.add_rms_norm(x, residual, weight, eps)
+    if compiled.serves(x, residual, weight):
+        return compiled.add_rms_norm(x, residual, weight, eps)
     return norm.add_rms_norm_reference(x, residual, weight, eps)
 
 
@@ -42,6 +52,8 @@ def place_tokens(
         from engine.kernels import place_triton
 
         return place_triton.place(qkv, heads, norms, eps, cos, sin, cache, rows)
+    if compiled.serves(qkv, cos, sin, cache, *(norms or ())):
+        return compiled.place(qkv, heads, norms, eps, cos, sin, cache, rows)
     return place.place_reference(qkv, heads, norms, eps, cos, sin, cache, rows)
 
 
@@ -111,13 +123,17 @@ def gdn_slots(
     if slots.shape[0]:
         gdn_decode_triton.gdn_decode(projected, weights, state, slots, lengths, out)
     if segments is not None and segments.shape[0]:
-        gdn_prefill_triton.gdn_prefill(projected, weights, state, segments, out)
+        gdn_prefill_triton.gdn_prefill(projected, weights, state, segments, out, slots.shape[0])
     return out
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """See `linear.linear_reference`; on the card that is cuBLAS."""
-    return linear_kernels.linear_reference(x, weight) if x.is_cuda else linear_kernels.linear_cpu(x, weight)
+    if x.is_cuda:
+        return linear_kernels.linear_reference(x, weight)
+    if compiled.serves(x, weight) and compiled.serves_rows(x.shape[0]):
+        return compiled.linear(x, weight)
+    return linear_kernels.linear_cpu(x, weight)
 
 
 def swiglu(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
@@ -126,6 +142,8 @@ def swiglu(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> torch.
         from engine.kernels import activation_triton
 
         return activation_triton.swiglu(x, gate_up, down)
+    if compiled.serves(x, gate_up, down) and compiled.serves_rows(x.shape[0]):
+        return compiled.linear(compiled.gate_up(x, gate_up), down)
     return activation.swiglu_cpu(x, gate_up, down)
 
 
@@ -137,6 +155,18 @@ def attention_decode(query: torch.Tensor, cache: torch.Tensor, block_table: torc
 def attention_prefill(query: torch.Tensor, cache: torch.Tensor, blocks: torch.Tensor, total: int, scale: float) -> torch.Tensor:
     """See `attention.attention_prefill_reference`."""
     return attention.attention_prefill_reference(query, cache, blocks, total, scale)
+
+
+def reads_pages(query: torch.Tensor, cache: torch.Tensor) -> bool:
+    """Whether `attention_pages` is there for such tensors: it takes decodes and chunks of prompts in one call."""
+    return compiled.serves_heads(query, cache)
+
+
+def attention_pages(
+    query: torch.Tensor, cache: torch.Tensor, tables: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """See `cpu.binding.attention`."""
+    return compiled.attention(query, cache, tables, slots, positions, scale)
 
 
 def attention_slots(

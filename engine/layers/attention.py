@@ -27,6 +27,8 @@ def paged_attention(
     """query [T, H, D] of the batch's tokens, whose keys and values are in this layer's `cache` already -> [T, H * D]."""
     if isinstance(batch, SlotBatch):
         return ops.attention_slots(query, cache, block_tables, batch.slots, batch.lengths, batch.tiles, scale).flatten(1)
+    if ops.reads_pages(query, cache):
+        return ops.attention_pages(query, cache, block_tables, batch.slots, batch.positions, scale).flatten(1)
     decodes = batch.decode_tables.shape[0]
     parts = []
     if decodes:

@@ -89,8 +89,8 @@ def packages() -> dict[str, str]:
 
 
 def code_sha256(root: Path) -> str:
-    """One hash over the Python files of engine/ and legs/ below `root`: their relative paths and contents, sorted."""
-    files = sorted(path for part in ("engine", "legs") for path in (root / part).rglob("*.py"))
+    """One hash over the Python and C++ files of engine/ and legs/ below `root`: their relative paths and contents, sorted."""
+    files = sorted(path for part in ("engine", "legs") for path in (root / part).rglob("*") if path.suffix in (".py", ".cpp", ".h"))
     return sha256("".join(f"{path.relative_to(root)} {sha256(path.read_bytes())}\n" for path in files).encode())
 
 

@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import engine
 from engine.errors import EngineError
+from engine.kernels.dispatch import backends
 from harness.series.arms import launch
 from legs.drivers.engine import build, code_sha256
 from legs.protocol import (
@@ -80,7 +82,7 @@ def test_a_leg_leaves_the_right_ids_and_says_what_ran(tmp_path: Path, references
     started = ("imported", "load_start", *START_MARKS[:4], "loaded", "ready", "warmup_token", "warm")
     assert [mark["mark"] for mark in marks if mark["mark"] != "progress"] == [*started, *MARK_NAMES[5:]]
     assert {name: result["resolved"][name] for name in COMMON_OPTIONS} == {**OPTIONS, "depth": depth, "load": load}
-    assert result["resolved"]["attention_backend"] == "torch-cpu"
+    assert {name: result["resolved"][name] for name in ("attention_backend", "linear_backend")} == backends("cpu", torch.float32)
     counters = result["counters"]
     assert counters["sampler_calls"] == {"greedy": 0, "greedy_masked": counters["steps"]}
     assert 0 < counters["mixed_steps"] < counters["steps"]
@@ -96,6 +98,8 @@ def test_the_code_hash_follows_the_staged_code(tmp_path: Path, references: dict[
     assert hashes[0] == hashes[1]
     (tmp_path / "on" / "stage" / "engine" / "loop.py").write_text("# changed\n")
     assert code_sha256(tmp_path / "off" / "stage") == hashes[0] != code_sha256(tmp_path / "on" / "stage")
+    (tmp_path / "off" / "stage" / "engine" / "kernels" / "cpu" / "linear.cpp").write_text("// changed\n")
+    assert code_sha256(tmp_path / "off" / "stage") != hashes[0]
 
 
 def test_an_option_that_is_not_built_ends_the_leg_in_one_line(tmp_path: Path, references: dict[str, Reference]) -> None:

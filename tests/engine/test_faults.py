@@ -1,4 +1,4 @@
-"""Five planted faults: with each, the parity check must fail.  A check that lets one through proves nothing."""
+"""Planted faults: with each, the parity check must fail.  A check that lets one through proves nothing."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import torch
 from engine.api import LLM
 from engine.batch import pack
 from engine.kernels import attention, dispatch
+from engine.kernels.cpu import binding, build
 from engine.request import Request
 from engine.runner import Runner
 from tests.engine.conftest import Reference
@@ -64,12 +65,26 @@ def mask_off_by_one(patch: Patch) -> None:
         return torch.ones(length, total, dtype=torch.bool, device=device).tril_(total - length + 1)
 
     patch.setattr(attention, "causal_mask", faulty)
+    patch.setattr(binding, "library", lambda: None)
 
 
 def length_off_by_one(patch: Patch) -> None:
     """A decode does not see its own token."""
     length_mask = attention.length_mask
+    patch.setattr(binding, "library", lambda: None)
     patch.setattr("engine.batch.length_mask", lambda lengths, longest, dtype: length_mask((lengths - 1).clamp(min=1), longest, dtype))
+
+
+def reach_plus_one(patch: Patch) -> None:
+    """Every token also sees the one after it, in the form that reads pages."""
+    patch.setattr(dispatch, "attention_pages", lambda query, cache, tables, slots, positions, scale: binding.attention(
+        query, cache, tables, slots, positions + 1, scale))
+
+
+def reach_minus_one(patch: Patch) -> None:
+    """No token but the first sees itself, in the form that reads pages."""
+    patch.setattr(dispatch, "attention_pages", lambda query, cache, tables, slots, positions, scale: binding.attention(
+        query, cache, tables, slots, (positions - 1).clamp(min=0), scale))
 
 
 def residual_dropped(patch: Patch) -> None:
@@ -96,6 +111,7 @@ def stale_last_id(patch: Patch) -> None:
 
 FAULTS: list[Callable[[Patch], None]] = [
     decode_position_plus_one, chunk_position_plus_one, blocks_swapped, mask_off_by_one, length_off_by_one, residual_dropped, stale_last_id,
+    *([reach_plus_one, reach_minus_one] if build.library() is not None else []),
 ]
 
 

@@ -1,0 +1,132 @@
+// Attention over the paged cache, read where it lies: out = softmax(q K^T * scale) V in float32, one token and one KV head at a time,
+// in one pass over the keys with a running maximum (Milakov and Gimelshein 2018).
+//
+// A token attends to the first position + 1 tokens of its request, so decodes and chunks of prompts are the same thing, and a token's
+// result does not depend on the others of the batch.  The query heads of one KV head go together (grouped-query attention, Ainslie et
+// al. 2023): each key and value is read once for all of them.
+
+#include "vector.h"
+
+namespace {
+
+// Where the keys of one request and KV head lie: `table` lists blocks of `size` tokens, `stride` floats from token to token.
+struct Pages {
+    const float* cache;
+    const int64_t* table;
+    int64_t size, stride;
+};
+
+// Lanes of two vectors, one after the other: of every 2 * HALF the first (or second) HALF, from the first vector and from the second.
+template <int HALF> struct Pattern {
+    alignas(sizeof(Integers)) int32_t lanes[LANES];
+    constexpr explicit Pattern(int second) : lanes{} {
+        for (int lane = 0; lane < LANES; ++lane) {
+            const int begin = lane / (2 * HALF) * (2 * HALF), place = lane % (2 * HALF);
+            lanes[lane] = begin + second * HALF + (place < HALF ? place : LANES + place - HALF);
+        }
+    }
+    Integers get() const { return *reinterpret_cast<const Integers*>(lanes); }
+};
+
+template <int HALF> inline void halve(Vector* v) {
+    constexpr int COUNT = LANES / HALF / 2;
+    static constexpr Pattern<HALF> first(0), second(1);
+    for (int i = 0; i < COUNT; ++i)
+        v[i] = __builtin_shuffle(v[2 * i], v[2 * i + 1], first.get()) + __builtin_shuffle(v[2 * i], v[2 * i + 1], second.get());
+}
+
+// Lane i: the sum of v[i]'s lanes.  Overwrites v.
+inline Vector sums(Vector v[LANES]) {
+    halve<1>(v);
+    halve<2>(v);
+    halve<4>(v);
+    if constexpr (LANES == 16) halve<8>(v);
+    return v[0];
+}
+
+inline float largest(Vector v) {
+    float out[LANES];
+    store(out, v);
+    for (int width = LANES / 2; width; width /= 2)
+        for (int i = 0; i < width; ++i) out[i] = out[i] > out[i + width] ? out[i] : out[i + width];
+    return out[0];
+}
+
+// HEADS query heads [HEADS, WIDTH * LANES] over `length` tokens, keys at `key` floats into a token and values at `value`.
+template <int WIDTH, int HEADS>
+void attend(const float* query, const Pages& pages, int64_t key, int64_t value, int64_t length, float scale, float* out) {
+    constexpr int D = WIDTH * LANES;
+    Vector result[HEADS][WIDTH] = {}, total[HEADS] = {};
+    float top[HEADS];
+    std::fill(top, top + HEADS, -1e30f);
+    Integers lane;
+    for (int i = 0; i < LANES; ++i) lane[i] = i;
+    int64_t block = 0, inside = 0;
+    for (int64_t done = 0; done < length; done += LANES) {
+        const int count = int(std::min<int64_t>(LANES, length - done));
+        const float* token[LANES];
+        for (int j = 0; j < LANES; ++j) {
+            if (j >= count) {
+                token[j] = token[0];
+                continue;
+            }
+            token[j] = pages.cache + (pages.table[block] * pages.size + inside) * pages.stride;
+            if (++inside == pages.size) inside = 0, ++block;
+        }
+        Vector products[HEADS][LANES];
+        for (int j = 0; j < LANES; ++j) {
+            for (int d = 0; d < D; d += 16) __builtin_prefetch(token[j] + value + d);
+            for (int h = 0; h < HEADS; ++h) {
+                products[h][j] = load(query + h * D) * load(token[j] + key);
+                for (int w = 1; w < WIDTH; ++w) products[h][j] += load(query + h * D + w * LANES) * load(token[j] + key + w * LANES);
+            }
+        }
+        float weights[HEADS][LANES];
+        for (int h = 0; h < HEADS; ++h) {
+            const Vector scores = lane < count ? sums(products[h]) * scale : all(-1e30f);
+            const float next = std::max(top[h], largest(scores)), factor = exponential(all(top[h] - next))[0];
+            const Vector weight = lane < count ? exponential(scores - next) : Vector{};
+            total[h] = total[h] * factor + weight;
+            for (int w = 0; w < WIDTH; ++w) result[h][w] *= factor;
+            store(weights[h], weight);
+            top[h] = next;
+        }
+        for (int j = 0; j < count; ++j)
+            for (int h = 0; h < HEADS; ++h)
+                for (int w = 0; w < WIDTH; ++w) result[h][w] += load(token[j] + value + w * LANES) * weights[h][j];
+    }
+    for (int h = 0; h < HEADS; ++h) {
+        const float factor = 1.f / sum(total[h]);
+        for (int w = 0; w < WIDTH; ++w) store(out + h * D + w * LANES, result[h][w] * factor);
+    }
+}
+
+template <int WIDTH>
+void attend_group(const float* query, const Pages& pages, int64_t key, int64_t value, int64_t length, float scale, float* out, int64_t group) {
+    constexpr int D = WIDTH * LANES;
+    for (int64_t h = 0; h < group;) {
+        const int64_t left = group - h;
+        const auto form = left == 1 ? attend<WIDTH, 1> : left == 2 ? attend<WIDTH, 2> : left == 3 ? attend<WIDTH, 3> : attend<WIDTH, 4>;
+        form(query + h * D, pages, key, value, length, scale, out + h * D);
+        h += std::min<int64_t>(left, 4);
+    }
+}
+
+}  // namespace
+
+// query [T, heads, D] with `row` floats from token to token, cache [blocks, size, 2 * kv_heads, D], tables [slots, width] of blocks,
+// slots and positions [T] -> out [T, heads, D].  D is 16, 32, 64, 128 or 256.
+extern "C" void attention(const float* query, int64_t row, const float* cache, const int64_t* tables, int64_t width, const int64_t* slots,
+                          const int64_t* positions, float* out, int64_t T, int64_t heads, int64_t kv_heads, int64_t D, int64_t size,
+                          float scale) {
+    const int64_t group = heads / kv_heads, stride = 2 * kv_heads * D, wide = D / LANES;
+    const auto form = wide == 1 ? attend_group<1> : wide == 2 ? attend_group<2> : wide == 4 ? attend_group<4> : wide == 8 ? attend_group<8>
+                    : wide == 16 ? attend_group<16> : attend_group<32>;
+#pragma omp parallel for schedule(dynamic, 4)
+    for (int64_t i = 0; i < T * kv_heads; ++i) {
+        const int64_t t = i / kv_heads, head = i % kv_heads;
+        const Pages pages{cache, tables + slots[t] * width, size, stride};
+        form(query + t * row + head * group * D, pages, head * D, (kv_heads + head) * D, positions[t] + 1, scale,
+             out + (t * heads + head * group) * D, group);
+    }
+}

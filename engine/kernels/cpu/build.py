@@ -1,0 +1,93 @@
+"""From the C++ sources beside this file to a loaded library, or to none: then plain PyTorch serves.
+
+The library is compiled once for sources, compiler, flags, CPU and OpenMP runtime as they are (all in its file name's hash) into the
+user's cache folder, not beside the sources: a staged copy of them is evidence and stays as it is.  It is linked to the OpenMP runtime
+that PyTorch has loaded, so both share one set of threads and `torch.set_num_threads` holds for both.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+SOURCES = ("attention.cpp", "linear.cpp", "rows.cpp")
+HEADERS = ("vector.h",)
+FLAGS = ("-std=c++17", "-O3", "-march=native", "-fPIC", "-fopenmp")
+CACHE = Path(".cache", "vllm-parity", "kernels")
+"""Below the user's home."""
+
+
+@functools.cache
+def library() -> ctypes.CDLL | None:
+    """The compiled kernels; None where there is no x86-64, no g++, no OpenMP runtime of PyTorch's, or it cannot be compiled."""
+    compiler, runtime = shutil.which("g++"), openmp_runtime()
+    if platform.machine() not in ("x86_64", "AMD64") or compiler is None or runtime is None:
+        return None
+    try:
+        loaded = load(build(compiler, FLAGS, runtime, Path.home() / CACHE))
+    except (OSError, RuntimeError, subprocess.SubprocessError):
+        return None
+    return loaded if loaded.instructions() is not None else None
+
+
+def load(path: Path) -> ctypes.CDLL:
+    """The library at `path`.  Raises OSError when it cannot be loaded."""
+    loaded = ctypes.CDLL(str(path))
+    loaded.instructions.restype = ctypes.c_char_p
+    loaded.most_rows.restype = ctypes.c_int64
+    return loaded
+
+
+def build(compiler: str, flags: Sequence[str], runtime: Path, cache: Path) -> Path:
+    """The library's path inside `cache`; compiled when it is not there.  It appears whole or not at all.
+
+    Raises OSError when `cache` cannot be written and `subprocess.SubprocessError` when the compiler fails.
+    """
+    folder = Path(__file__).resolve().parent
+    version = _run([compiler, "--version"])
+    digest = hashlib.sha256("\0".join((version, *flags, str(runtime), _cpu_flags())).encode())
+    for name in (*HEADERS, *SOURCES):
+        digest.update((folder / name).read_bytes())
+    made = cache / f"{digest.hexdigest()[:24]}.so"
+    if made.exists():
+        return made
+    cache.mkdir(parents=True, exist_ok=True, mode=0o700)
+    with tempfile.TemporaryDirectory(dir=cache) as scratch:
+        objects = []
+        for name in SOURCES:
+            objects.append(str(Path(scratch, name).with_suffix(".o")))
+            _run([compiler, *flags, "-c", str(folder / name), "-o", objects[-1]])
+        whole = Path(scratch, made.name)
+        _run([compiler, "-shared", *objects, str(runtime), "-o", str(whole)])
+        os.replace(whole, made)
+    return made
+
+
+def openmp_runtime() -> Path | None:
+    """The OpenMP runtime that is loaded in this process."""
+    import torch  # noqa: F401  (its import loads it)
+
+    try:
+        mapped = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return None
+    paths = {Path(line.split(maxsplit=5)[5]) for line in mapped if line.count(" ") >= 5 and ".so" in line}
+    return next((path for path in sorted(paths) if path.name.startswith(("libgomp", "libiomp5", "libomp"))), None)
+
+
+def _run(command: list[str]) -> str:
+    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=300, stdin=subprocess.DEVNULL).stdout
+
+
+def _cpu_flags() -> str:
+    """What -march=native depends on."""
+    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    return "\n".join(sorted({line for line in lines if line.startswith(("flags", "model name"))}))
