@@ -1,4 +1,4 @@
-"""The toolkit an oracle compiles with, and versions that do not go together: told before a series, in words that cure."""
+"""The toolkit an oracle compiles with, and versions that do not go together, in words that cure; check 15 is in test_checks_oracle.py."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from harness import oracle_env
 from harness.machine.gpu import Gpu, GpuUnreadable
 from harness.oracle import OracleError, load_oracle
-from harness.oracle_env import Versions, diagnose_versions, read_versions, refuse_unfit, resolve_oracle_env, toolkit_version
+from harness.oracle_env import Versions, diagnose_versions, read_versions, refuse_unfit, toolkit_version
 from harness.series import arms
 from tests.harness.machine.fake_nvml import FakeNvml
 
@@ -31,27 +31,6 @@ def toolkit(folder: Path, version: int = 13020) -> Path:
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """One card whose driver takes CUDA 13.2."""
     monkeypatch.setattr(oracle_env, "Gpu", lambda: Gpu(FakeNvml({}), ()))
-
-
-# --- VLLM_CUDA_HOME ---
-
-
-def test_unset_changes_nothing() -> None:
-    found = resolve_oracle_env({"PATH": "/usr/bin", "CUDA_HOME": "/opt/other"})
-    assert (found.variables, found.record) == ({}, {"state": "unset", "toolkit": None})
-
-
-def test_set_chooses_that_toolkit_and_no_path_is_recorded(tmp_path: Path) -> None:
-    home = toolkit(tmp_path / "cuda")
-    found = resolve_oracle_env({"PATH": "/usr/bin", "VLLM_CUDA_HOME": str(home)})
-    assert found.variables == {"CUDA_HOME": str(home), "PATH": f"{home}/bin:/usr/bin"}
-    assert found.record == {"state": "set", "toolkit": "13.2"}
-
-
-@pytest.mark.parametrize("value", ["", "relative/cuda", "/no/such/toolkit", "/usr"])
-def test_set_to_no_toolkit_is_refused_with_the_cure(value: str) -> None:
-    with pytest.raises(OracleError, match=r"VLLM_CUDA_HOME='.*': there is no bin/nvcc in it; name a CUDA toolkit.*or unset"):
-        resolve_oracle_env({"VLLM_CUDA_HOME": value})
 
 
 def test_version_of_a_toolkit(tmp_path: Path) -> None:
@@ -87,15 +66,6 @@ def test_the_chosen_toolkit_reaches_the_accelerators_oracle_alone(
         assert one.oracle_environment is None
     monkeypatch.delenv("VLLM_CUDA_HOME")
     assert launch("vllm-cuda").oracle_environment == {"state": "unset", "toolkit": None}
-
-
-@pytest.mark.parametrize("name", [None, "vllm-cpu", "vllm-cuda"])
-def test_a_stray_toggle_in_the_shell_reaches_no_arm(name: str | None, monkeypatch: pytest.MonkeyPatch, fake_oracle: None) -> None:
-    before = launch(name).environment
-    for toggle in ("VT_ASYNC_DEVICE_MIRROR", "VLLM_USE_V2_MODEL_RUNNER", "TORCH_COMPILE_DISABLE", "CUDA_HOME", "CUDA_LAUNCH_BLOCKING"):
-        monkeypatch.setenv(toggle, "1")
-    assert launch(name).environment == before
-    assert before["OMP_NUM_THREADS"] == "2"
 
 
 # --- versions ---
