@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from engine.api import LLM, RequestError, SamplingParams
+from legs.drivers.engine import EngineArm
+from legs.drivers.scoring import run_jobs
+from legs.protocol import Corpus, LegRequest, ScoreJob, read_scores, write_jobs
 from tests.engine.checkpoints import VOCAB, prompt
 from tests.engine.conftest import Reference
 from tests.engine.test_faults import FAULTS
@@ -72,3 +77,25 @@ def test_what_cannot_be_scored_is_refused(reference: Reference) -> None:
     llm.add_request("open", [5, 6, 7])
     with pytest.raises(RequestError, match="unfinished"):
         llm.score([([1], [1])])
+
+
+def test_the_engine_s_arm_scores_given_ids_one_by_one_and_refuses_the_rest(reference: Reference, tmp_path: Path) -> None:
+    arm = EngineArm(LLM(reference.folder, **OPTIONS), SamplingParams(max_tokens=24))
+    corpus = Corpus(name="c", source="s", vocab_size=VOCAB, prompts=tuple(map(tuple, reference.prompts)), warmup=())
+    request = LegRequest(
+        protocol=1, leg="score", phase="score", arm="on", driver="engine", corpus="c", corpus_sha256="0", requests=2, warmup_requests=0,
+        max_tokens=24, min_tokens=24, ignore_eos=True, concurrency=1, client="step", options={},
+    )
+    job = ScoreJob(name="given", form="prefill", batch=1, ids=tuple(map(tuple, reference.ids[:2])))
+    write_jobs(tmp_path, [job])
+    run_jobs(arm, tmp_path, request, corpus)
+    for before, ids, scores in zip(reference.prompts, reference.ids, read_scores(tmp_path)["given"], strict=False):
+        wanted = expected(reference.model, before, ids).gather(1, torch.tensor(ids)[:, None])[:, 0]
+        assert torch.allclose(torch.tensor(scores.logprobs), wanted, atol=TOLERANCE)
+        assert [len(at) for at in scores.top] == [20] * len(ids)
+    for other, problem in ((dataclasses.replace(job, batch=2), "one sequence at a time"),
+                           (ScoreJob(name="own", form="decode", batch=1), "cannot score in form 'decode'")):
+        (tmp_path / "score.json.gz").unlink()
+        write_jobs(tmp_path, [other])
+        with pytest.raises(ValueError, match=problem):
+            run_jobs(arm, tmp_path, request, corpus)

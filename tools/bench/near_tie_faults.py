@@ -30,11 +30,11 @@ from harness.report.near_tie import lines
 from harness.series.model import check_model
 from harness.series.plan import corpus_path, make_plan
 from harness.series.spec import load_spec
-from harness.series.stage import repository_root
 from legs.protocol import PROTOCOL, SCORE_PHASE, LegRequest, read_corpus, read_scores, to_json, write_atomic
 
 FAULTS: list[Callable[[pytest.MonkeyPatch], None]] = importlib.import_module("tests.engine.test_faults").FAULTS
 HEALTHY = "healthy"
+ROOT = Path(__file__).resolve().parents[2]
 CHUNK = 64
 """Token budget of our engine: small enough that prompts are cut, since one fault lies in a prompt's second chunk."""
 TIMEOUT_S = 3600.0
@@ -102,7 +102,7 @@ def main() -> int:
     arguments = parser.parse_args()
     with SeriesLock(lock_path(None), "near_tie_faults") as lock, tempfile.TemporaryDirectory() as folder:
         lock.acquire(None)
-        record = judge_faults(repository_root(), Path(folder), arguments.requests, arguments.ids, arguments.dtype, lock)
+        record = judge_faults(ROOT, Path(folder), arguments.requests, arguments.ids, arguments.dtype, lock)
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(arguments.out, to_json(record))
     print("\n".join(lines(record)))
