@@ -149,8 +149,8 @@ def telling(path: Path, parts: Sequence[Part]) -> Iterator[None]:
     try:
         yield
     except EndedError as error:
-        inside = next(piece.entry.name for piece, _, end in parts if error.at < piece.entry.offset + end)
-        raise CheckpointError(f"{path}: ended inside tensor {inside}, at byte {error.at}; the file shrank while it was read") from None
+        short = next(piece.entry.name for piece, _, end in parts if error.at < piece.entry.offset + end)
+        raise CheckpointError(f"{path}: ended at byte {error.at}, before tensor {short} does; the file shrank while it was read") from None
     except OSError as error:
         names = f", at tensor {parts[0].piece.entry.name}" if parts else ""
         raise CheckpointError(f"{path}: cannot be read{names} ({error.strerror})") from None

@@ -79,7 +79,8 @@ def fill(descriptor: int, target: memoryview, offset: int, needed: int) -> None:
     while done < needed:
         count = os.preadv(descriptor, [target[done:]], offset + done)
         if count == 0:
-            raise EndedError(offset + done)
+            # Another reader may have met the end first: what counts is where it is now.
+            raise EndedError(min(offset + done, os.fstat(descriptor).st_size))
         done += count
 
 

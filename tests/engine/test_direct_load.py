@@ -9,6 +9,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -62,26 +63,28 @@ def arrived(filled: Sequence[Piece], tensors: dict[str, torch.Tensor]) -> bool:
 
 
 class SlowCarrier(HostCarrier):
-    """Copies a while after it was told to, as a card with other work does; `honest` says whether it admits that."""
+    """Copies in order, as late as it may: when somebody waits for a copy, or at the end.  `honest` says whether a wait is one."""
 
     honest = True
 
     def __init__(self, _: torch.device) -> None:
-        self.under_way: list[threading.Thread] = []
+        self._guard = threading.Lock()
+        self._sent: list[Sequence[Copy]] = []
+        self._done = 0
 
     def send(self, copies: Sequence[Copy]) -> Callable[[], None]:
-        def later() -> None:
-            time.sleep(0.003)
-            super(SlowCarrier, self).send(copies)
-
-        thread = threading.Thread(target=later)
-        thread.start()
-        self.under_way.append(thread)
-        return thread.join if self.honest else lambda: None
+        with self._guard:
+            self._sent.append(copies)
+            return partial(self._copy, len(self._sent)) if self.honest else lambda: None
 
     def close(self) -> None:
-        for thread in self.under_way:
-            thread.join()
+        self._copy(len(self._sent))
+
+    def _copy(self, until: int) -> None:
+        with self._guard:
+            while self._done < until:
+                super().send(self._sent[self._done])
+                self._done += 1
 
 
 class HastyCarrier(SlowCarrier):
@@ -97,7 +100,7 @@ def through_ring(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.parametrize("carrier", [SlowCarrier, HastyCarrier])
 def test_a_buffer_is_filled_again_only_after_its_copies_are_complete(tmp_path: Path, through_ring: None, carrier: Any) -> None:
-    """The hasty carrier shows that the delay is long enough to tell."""
+    """The hasty carrier shows that the copies are late enough to tell."""
     tensors = write(tmp_path / "model.safetensors", torch.float32)
     filled, noted = pieces(tmp_path, torch.float32), []
     direct.fill(filled, lambda word: noted.append((word, arrived(filled, tensors))), carrier)
@@ -173,6 +176,7 @@ def test_pages_in_the_cache_are_counted(tmp_path: Path, monkeypatch: pytest.Monk
         os.posix_fadvise(held.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
         assert not files.mostly_cached(held.fileno(), 0, size)
         os.preadv(held.fileno(), [bytearray(size // 2)], 0)
+        assert files.mostly_cached(held.fileno(), 0, size) and not files.mostly_cached(held.fileno(), size // 4, size)
         assert files.mostly_cached(held.fileno(), 0, size // 2) and not files.mostly_cached(held.fileno(), size // 2, size)
         monkeypatch.setattr(files, "_CACHESTAT", 9999)
         assert files.mostly_cached(held.fileno(), size // 2, size)
@@ -233,14 +237,14 @@ def test_one_failing_reader_stops_all_and_names_file_and_tensor(
     with pytest.raises(CheckpointError, match=r"model\.safetensors: cannot be read, at tensor t\d \(Input/output error\)"):
         direct.fill(filled, notes.append, None if straight else SlowCarrier)  # type: ignore[arg-type]
     assert notes == [] and no_readers()
-    assert len(calls) <= 4 + 2 * direct.READERS < total
+    assert len(calls) < total // 2
 
 
 @pytest.mark.parametrize("way", ["straight", "past-cache", "cached", "staged"])
 def test_a_file_that_shrinks_meanwhile_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
 ) -> None:
-    """It is cut inside t5 after the first read; the tensor named is the one that the end lies in."""
+    """It is cut inside t5 once reading has begun; the tensor named is one that is not all there any more."""
     path = tmp_path / "model.safetensors"
     write(path, torch.float32)
     if way not in ("straight", "staged"):
@@ -254,7 +258,7 @@ def test_a_file_that_shrinks_meanwhile_is_refused(
         return preadv(descriptor, buffers, offset)
 
     monkeypatch.setattr(files.os, "preadv", shrink)
-    with pytest.raises(CheckpointError, match=rf"model\.safetensors: ended inside tensor t5, at byte {cut}; the file shrank while it was"):
+    with pytest.raises(CheckpointError, match=rf"model\.safetensors: ended at byte {cut}, before tensor t[567] does; the file shrank"):
         (staged if way == "staged" else direct).fill(filled, lambda _: None)
     assert no_readers()
 
