@@ -49,12 +49,14 @@ def print_summary(summary: dict[str, Any], series: Path, console: Console) -> No
         if pair["refused"] or not pair["axes"]:
             continue
         table = Table(title=f"{pair['ours']} / {pair['base']} ({pair['roles'][1]})", title_justify="left")
-        for column in ("axis", "ratio", "95 % interval", "spread", "verdict"):
+        for column in ("axis, and what passes", "ratio", "95 % interval", "detectable", "spread", "verdict"):
             table.add_column(column, no_wrap=True)
         for name in (axis for axis in AXES if axis in pair["axes"] and axis not in SAME_AS_TOTAL):
             axis = pair["axes"][name]
             spreads = " / ".join(percent(axis[side], 1) for side in ("spread_ours", "spread_base"))
-            table.add_row(AXIS_NAMES[name], ratio(axis["ratio"]), interval(axis["interval"]), spreads, axis["verdict"])
+            named = f"{AXIS_NAMES[name]} {'≥ 1' if axis['higher_passes'] else '≤ 1'}"
+            word = axis["verdict"] + (f" ({axis['qualifier']})" if axis["qualifier"] else "")
+            table.add_row(named, ratio(axis["ratio"]), interval(axis["interval"]), percent(axis["detectable"], 1), spreads, word)
         console.print(table)
         for line in ab_lines(pair):
             console.print(f"  {line}", markup=False, highlight=False, soft_wrap=True)
