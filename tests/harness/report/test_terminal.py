@@ -21,7 +21,7 @@ def test_each_axis_tells_direction_doubt_and_verdict(tmp_path: Path) -> None:
     rows = [line.replace(NBSP, " ") for line in sink.getvalue().splitlines()]
     for name, higher, axis in (("total throughput", True, "total_throughput"), ("TTFT, mean", False, "ttft_mean"),
                                ("TPOT, mean", False, "tpot_mean"), ("ITL, median", False, "itl_p50"), ("peak PSS", False, "peak_pss")):
-        found = [line for line in rows if line.strip().startswith(f"{name} {'≥ 1' if higher else '≤ 1'}")]
+        found = [line for line in rows if line.strip("┃│ ").startswith(f"{name} {'≥ 1' if higher else '≤ 1'}")]
         assert len(found) == 3, name
         for pair, line in zip(summary["pairs"], found, strict=True):
             told = pair["axes"][axis]
