@@ -17,10 +17,14 @@ import pynvml
 import pytest
 
 import harness
+from harness.evidence import layout
 from harness.leg import memory
 from harness.leg.memory import MarksWatch, TreeReader
 from harness.leg.memory_summary import read_rows, summarise_memory
 from harness.machine.gpu_memory import GpuMemory
+from harness.series.leg import _memory_reasons
+from legs.protocol import MARKS as MARKS_FILE
+from legs.protocol import read_marks
 from tests.harness.machine.fake_nvml import FakeNvml
 
 ROOT = Path(harness.__file__).parents[1]
@@ -133,6 +137,52 @@ def test_a_peak_of_a_tenth_of_a_second_before_ready_is_caught(tmp_path: Path) ->
     heights = [memory._resident(row) for row in kept]
     due = sum(height <= max(heights[:number], default=-1) for number, height in enumerate(heights))
     assert due <= (kept[-1]["t_ns"] - kept[0]["t_ns"]) / 0.2e9 + 1, "only what is due or a new height is kept"
+
+
+TINY = """
+import json, time
+
+def mark(name):
+    with open("marks.jsonl", "a") as sink:
+        sink.write(json.dumps({"mark": name, "t_ns": time.monotonic_ns()}) + "\\n")
+
+mark("load_start")
+weights = bytearray(1 << 20)
+weights[::4096] = b"x" * 256
+mark("ready"); mark("first_token")
+time.sleep(0.6)
+held = next(int(line.split()[1]) for line in open("/proc/self/smaps_rollup") if line.startswith("Pss:"))
+mark("last_token")
+open("held", "w").write(str(held * 1024))
+"""
+"""A model of 1 MiB: what the interpreter takes is most of it."""
+
+
+def test_check_16_stable_pss_works_on_a_tiny_model(tmp_path: Path) -> None:
+    """No threshold of size tells when the model is there, the arm's marks do; the process reads its own PSS meanwhile."""
+    rows = run_sampled(tmp_path, TINY)
+    summary = summarise_memory(rows, read_marks(tmp_path))
+    assert summary["stable_passes"] >= 1
+    assert summary["stable_pss"] == pytest.approx(int((tmp_path / "held").read_text()), rel=0.1)
+    assert _memory_reasons(tmp_path) == []
+
+
+def test_a_missed_peak_or_an_unreadable_pss_voids_the_leg(tmp_path: Path) -> None:
+    marks = [{"mark": mark, "t_ns": t_ns} for mark, t_ns in (("first_token", 3 * 10**9), ("last_token", 6 * 10**9))]
+    (tmp_path / MARKS_FILE).write_text("".join(json.dumps(line) + "\n" for line in marks))
+
+    def reasons(*rows: dict[str, Any]) -> list[str]:
+        (tmp_path / layout.MEMORY).write_bytes(gzip.compress("".join(json.dumps(row) + "\n" for row in rows).encode()))
+        return _memory_reasons(tmp_path)
+
+    fine = [rss_row((1, 1000, 1040)), pss_row(4, 900), {"kind": "end", "period_s": 0.2}]
+    assert reasons(*fine) == []
+    assert reasons(rss_row((1, 1000, 1060)), *fine[1:]) == [
+        "a peak was missed: n1 (pid 1) once held 1060 bytes by VmHWM, and 1000 is the most that was sampled of it"]
+    assert reasons(fine[0], pss_row(7, 900), fine[2]) == ["stable_pss is unreadable"]
+    assert reasons(fine[0], pss_row(4, 900, partial=True), fine[2]) == ["peak_pss is unreadable", "stable_pss is unreadable"]
+    (tmp_path / layout.MEMORY).unlink()
+    assert _memory_reasons(tmp_path) == ["the memory sampler left no stream"]
 
 
 def test_ends_whole_when_its_input_closes(tmp_path: Path) -> None:
