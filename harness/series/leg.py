@@ -24,6 +24,7 @@ from harness.machine.page_cache import evict
 from harness.oracle import Oracle, role_of
 from harness.series import checks
 from harness.series.arms import Launch, launch
+from harness.series.compile_cache import cache_state, compiled_anew
 from harness.series.plan import corpus_path
 from harness.series.progress import Progress
 from harness.series.stage import code_sha256
@@ -87,7 +88,7 @@ def run_leg(context: Context, place: LegPlace, folder: Path) -> dict[str, Any]:
         "schema": SCHEMA, "leg": place.name, "arm": place.arm, "phase": place.phase, "repetition": place.repetition,
         "attempt": place.attempt, "order": place.order, "environment": arm["environment"], "code_sha256": context.stages[arm["driver"]][1],
         "started_utc": datetime.now(UTC).isoformat(timespec="seconds"), "started_ns": time.monotonic_ns(), "ended_ns": None,
-        "since_previous_s": None, "argv": [], "role": None, "status": "interrupted", "reasons": [], "notes": [],
+        "since_previous_s": None, "argv": [], "compile_caches": None, "role": None, "status": "interrupted", "reasons": [], "notes": [],
     }
     try:
         context.lock.verify()
@@ -124,9 +125,12 @@ def _run(context: Context, place: LegPlace, folder: Path, record: dict[str, Any]
         "argv": command.shown, "oracle_environment": command.oracle_environment, "started_ns": started,
         "since_previous_s": None if context.previous_end_ns is None else (started - context.previous_end_ns) / 1e9,
     }
+    compiled = cache_state(command.environment)
     watched = _supervise(context, place, folder, command, logs)
+    record["compile_caches"] = {"before": compiled, "after": cache_state(command.environment)}
     if place.phase in COLD:
         record["notes"] += _storage_notes(context, folder)
+        record["notes"] += compiled_anew(**record["compile_caches"], window_ns=_measured_window(folder))
     if code_sha256(stage, arm["driver"]) != code:
         record |= {"status": "failed", "reasons": ["the staged code changed while the leg ran"]}
         return
@@ -156,6 +160,15 @@ def _storage_notes(context: Context, folder: Path) -> list[str]:
     if read < weights:
         return [f"storage: the arm read {read} bytes, its weights are {weights}: this file system does not count, or not all were loaded"]
     return []
+
+
+def _measured_window(folder: Path) -> tuple[int, int] | None:
+    """first_submit and last_token of a leg as times since the epoch; None when it has not both."""
+    marks = {line["mark"]: line["t_ns"] for line in (read_marks(folder) if (folder / MARKS).exists() else [])}
+    if not {"first_submit", "last_token"} <= marks.keys():
+        return None
+    epoch = time.time_ns() - time.monotonic_ns()
+    return marks["first_submit"] + epoch, marks["last_token"] + epoch
 
 
 def _guard(folder: Path) -> dict[str, Any]:

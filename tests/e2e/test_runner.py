@@ -42,6 +42,8 @@ def idle(monkeypatch: pytest.MonkeyPatch) -> None:
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, idle: None) -> Run:
     """Make a toy checkout and run its series in this process; returns the exit code and the series folder."""
     monkeypatch.setenv(toy.LOCK_VARIABLE, str(tmp_path / "lock"))
+    for variable in ("HOME", "TMPDIR"):  # where an arm's compilers keep what they made, others' must not show
+        monkeypatch.setenv(variable, str(tmp_path / "home"))
 
     def do(fault: str = "", *changes: tuple[str, str], spoil: dict[str, tuple[str, str]] | None = None) -> tuple[int, Path]:
         root = tmp_path / "root"
@@ -129,6 +131,23 @@ def test_a_timed_leg_starts_with_the_model_evicted_from_the_page_cache(run: Run)
     assert not list(series.glob("correctness/*/*/page_cache.json"))
 
 
+def test_a_timed_leg_that_compiled_is_noted_and_its_cache_s_state_kept(run: Run) -> None:
+    cache = "__import__('pathlib').Path(os.environ['HOME'], '.cache', 'vllm')"
+    compile_ = f"({cache}.mkdir(parents=True, exist_ok=True), {cache}.joinpath(request.leg).write_text('x'))"
+    code, series = run(f"request.leg == 'performance-1-on' and {compile_}")
+    assert code in VERDICT
+    legs = {name: series / "blocks" / block / "attempt-1" / arm for name, block, arm in (
+        ("before", "performance-1", "on"), ("after", "performance-1", "off"))}
+    assert notes_of(legs["before"]) == ["compile cache vllm (cold before): the arm compiled anew, 0 to 1 files, the last of them outside "
+                                        "its measured window"]
+    assert notes_of(legs["after"]) == []
+    states = {name: json.loads((folder / "leg.json").read_bytes())["compile_caches"] for name, folder in legs.items()}
+    assert states["before"]["before"]["vllm"] == {"files": 0, "bytes": 0, "newest_ns": 0}
+    assert states["before"]["after"]["vllm"] == states["after"]["before"]["vllm"] == states["after"]["after"]["vllm"]
+    assert states["after"]["before"].keys() == {"inductor", "triton", "vllm", "flashinfer"}
+    assert "- compile cache vllm (cold before): the arm compiled anew" in (series / "report.md").read_text()
+
+
 @pytest.mark.parametrize(("proven", "code"), [(False, (3,)), (None, VERDICT)])
 def test_a_warm_page_cache_voids_a_timed_leg_and_one_that_cannot_be_proven_is_noted(
     run: Run, monkeypatch: pytest.MonkeyPatch, proven: bool | None, code: tuple[int, ...]
@@ -156,7 +175,9 @@ def test_a_performance_leg_is_watched_and_its_cost_kept(run: Run) -> None:
 
 def watched(clock: Callable[[], float], reasons: list[str]) -> Callable[..., Any]:
     def summarise(*_: Any) -> Any:
-        card = {"index": 0, "name": "card", "sm_clock_mhz": {"median": clock()}}
+        mhz = clock()
+        card = {"index": 0, "name": "card", "sm_clock_mhz": {"min": mhz, "median": mhz, "max": mhz}, "sm_clock_capped_mhz": None,
+                "memory_used_max": None, "clock_event_reasons": []}
         return {"gpus": [card]}, reasons, []
     return summarise
 

@@ -90,6 +90,8 @@ def test_check_14_a_stand_in_is_never_rendered_as_vllm(tmp_path: Path) -> None:
     result["who"]["name"] = "stand-in"
     role, _ = role_of(load_oracle("vllm-cpu", ROOT), result)
     assert role == "reduced-build"
+    own = {**result, "who": {**result["who"], "version": "0.1.0"}}
+    assert role_of(load_oracle("vllm-cpu", ROOT), own)[0] == "reduced-build", "an older release is one of vLLM's"
     series = make_series(tmp_path / "series", arms=(("on", "ours"), ("off", "ours"), ("pin", role)))
     for path in series.glob(f"blocks/*/*/pin/{RESULT}"):
         edit_json(path, lambda found: found["who"].update(name="stand-in"))
