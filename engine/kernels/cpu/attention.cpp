@@ -16,34 +16,6 @@ struct Pages {
     int64_t size, stride;
 };
 
-// Lanes of two vectors, one after the other: of every 2 * HALF the first (or second) HALF, from the first vector and from the second.
-template <int HALF> struct Pattern {
-    alignas(sizeof(Integers)) int32_t lanes[LANES];
-    constexpr explicit Pattern(int second) : lanes{} {
-        for (int lane = 0; lane < LANES; ++lane) {
-            const int begin = lane / (2 * HALF) * (2 * HALF), place = lane % (2 * HALF);
-            lanes[lane] = begin + second * HALF + (place < HALF ? place : LANES + place - HALF);
-        }
-    }
-    Integers get() const { return *reinterpret_cast<const Integers*>(lanes); }
-};
-
-template <int HALF> inline void halve(Vector* v) {
-    constexpr int COUNT = LANES / HALF / 2;
-    static constexpr Pattern<HALF> first(0), second(1);
-    for (int i = 0; i < COUNT; ++i)
-        v[i] = __builtin_shuffle(v[2 * i], v[2 * i + 1], first.get()) + __builtin_shuffle(v[2 * i], v[2 * i + 1], second.get());
-}
-
-// Lane i: the sum of v[i]'s lanes.  Overwrites v.
-inline Vector sums(Vector v[LANES]) {
-    halve<1>(v);
-    halve<2>(v);
-    halve<4>(v);
-    if constexpr (LANES == 16) halve<8>(v);
-    return v[0];
-}
-
 inline float largest(Vector v) {
     float out[LANES];
     store(out, v);

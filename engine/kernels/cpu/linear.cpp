@@ -25,28 +25,54 @@ constexpr int GROUP = 24;
 #else
 constexpr int GROUP = 12;
 #endif
+constexpr int LINE = 16;  // floats of a cache line
 
 // Tokens as lanes: out[k] holds x[0..LANES) at k, absent rows as zero.
 void transpose_rows(const float* x, int rows, int64_t K, float* out) {
-    for (int64_t k = 0; k < K; ++k)
+    int64_t k = 0;
+    for (; k + LANES <= K; k += LANES) {
+        Vector square[LANES];
+        for (int t = 0; t < LANES; ++t) square[t] = t < rows ? load(x + t * K + k) : Vector{};
+        transpose(square);
+        for (int i = 0; i < LANES; ++i) store(out + (k + i) * LANES, square[i]);
+    }
+    for (; k < K; ++k)
         for (int t = 0; t < LANES; ++t) out[k * LANES + t] = t < rows ? x[t * K + k] : 0.f;
 }
 
-// `count` <= GROUP weight rows against LANES tokens.
-template <int COUNT> void few_rows_group(const float* lanes, const float* w, int64_t K, float* y, int64_t N, int rows, const char* ahead) {
+// Sums of COUNT columns, tokens as lanes, to y [rows, N].
+template <int COUNT> inline void store_columns(const Vector* sums, float* y, int64_t N, int rows) {
+    for (int n = 0; n < COUNT; n += LANES) {
+        constexpr int LAST = COUNT % LANES ? COUNT % LANES : LANES;
+        Vector square[LANES];
+        for (int i = 0; i < LANES; ++i) square[i] = n + i < COUNT ? sums[n + i] : Vector{};
+        transpose(square);
+        for (int t = 0; t < rows; ++t) std::memcpy(y + t * N + n, &square[t], 4 * (n + LANES <= COUNT ? LANES : LAST));
+    }
+}
+
+// At step k of a group: the next group to L2 in file order; of this group, what is 32 and more steps away to L1, a row or two a step
+// (all rows at once, every 16 steps, was a tenth slower).  Inlined by force: g++ 12 drops a call that only fetches.
+[[gnu::always_inline]] inline void fetch_ahead(const float* w, int64_t k, int64_t K) {
+    const float* next = w + GROUP * K + k * GROUP;
+    __builtin_prefetch(next, 0, 2);
+    if (GROUP > LINE) __builtin_prefetch(next + LINE, 0, 2);
+    constexpr int TOGETHER = GROUP / 12;
+    if (k % LINE < 12)
+        for (int i = 0; i < TOGETHER; ++i) __builtin_prefetch(w + (k % LINE * TOGETHER + i) * K + (k / LINE + 2) * LINE, 0, 3);
+}
+
+// COUNT rows of W against LANES tokens.
+template <int COUNT> void few_rows_group(const float* lanes, const float* w, int64_t K, float* y, int64_t N, int rows) {
     Vector sums[COUNT];
     for (auto& one : sums) one = Vector{};
     for (int64_t k = 0; k < K; ++k) {
         Vector x = load(lanes + k * LANES);
 #pragma GCC unroll 24
         for (int n = 0; n < COUNT; ++n) sums[n] += x * w[n * K + k];
-        if (COUNT == GROUP) {
-            __builtin_prefetch(ahead + k * COUNT * 4, 0, 2);
-            if (COUNT * 4 > 64) __builtin_prefetch(ahead + k * COUNT * 4 + 64, 0, 2);
-        }
+        if (COUNT == GROUP) fetch_ahead(w, k, K);
     }
-    for (int t = 0; t < rows; ++t)
-        for (int n = 0; n < COUNT; ++n) y[t * N + n] = sums[n][t];
+    store_columns<COUNT>(sums, y, N, rows);
 }
 
 void few_rows(const float* x, const float* w, float* y, int64_t T, int64_t K, int64_t N) {
@@ -66,9 +92,9 @@ void few_rows(const float* x, const float* w, float* y, int64_t T, int64_t K, in
                 float* out = y + b * LANES * N + n;
                 int rows = int(std::min<int64_t>(LANES, T - b * LANES));
                 if (n + GROUP <= N)
-                    few_rows_group<GROUP>(in, w + n * K, K, out, N, rows, (const char*)(w + (n + GROUP) * K));
+                    few_rows_group<GROUP>(in, w + n * K, K, out, N, rows);
                 else
-                    for (int64_t m = n; m < N; ++m) few_rows_group<1>(in, w + m * K, K, y + b * LANES * N + m, N, rows, nullptr);
+                    for (int64_t m = n; m < N; ++m) few_rows_group<1>(in, w + m * K, K, y + b * LANES * N + m, N, rows);
             }
         }
     }
@@ -136,23 +162,6 @@ void pack_rows(const float* x, int64_t rows, int64_t K, char* out) {
         }
 }
 
-inline void transpose16(__m512i r[16]) {
-    __m512i t[16];
-    for (int i = 0; i < 8; ++i) t[2 * i] = _mm512_unpacklo_epi32(r[2 * i], r[2 * i + 1]), t[2 * i + 1] = _mm512_unpackhi_epi32(r[2 * i], r[2 * i + 1]);
-    for (int i = 0; i < 4; ++i) {
-        r[4 * i] = _mm512_unpacklo_epi64(t[4 * i], t[4 * i + 2]), r[4 * i + 1] = _mm512_unpackhi_epi64(t[4 * i], t[4 * i + 2]);
-        r[4 * i + 2] = _mm512_unpacklo_epi64(t[4 * i + 1], t[4 * i + 3]), r[4 * i + 3] = _mm512_unpackhi_epi64(t[4 * i + 1], t[4 * i + 3]);
-    }
-    for (int i = 0; i < 4; ++i) {
-        t[i] = _mm512_shuffle_i32x4(r[i], r[4 + i], 0x88), t[4 + i] = _mm512_shuffle_i32x4(r[i], r[4 + i], 0xdd);
-        t[8 + i] = _mm512_shuffle_i32x4(r[8 + i], r[12 + i], 0x88), t[12 + i] = _mm512_shuffle_i32x4(r[8 + i], r[12 + i], 0xdd);
-    }
-    for (int i = 0; i < 8; ++i) {
-        r[i] = _mm512_shuffle_i32x4(t[i], t[8 + i], 0x88);
-        r[8 + i] = _mm512_shuffle_i32x4(t[i], t[8 + i], 0xdd);
-    }
-}
-
 // How many planes hold `count` weights exactly.
 int planes_needed(const float* w, int64_t count) {
     const __m512i magnitude = _mm512_set1_epi16(0x7fff);  // minus zero is zero
@@ -171,17 +180,17 @@ int planes_needed(const float* w, int64_t count) {
 template <int COUNT> void pack_weights(const float* w, int64_t rows, int64_t K, char* out) {
     const int64_t plane = (K + DEPTH - 1) / DEPTH * TILE_BYTES;
     for (int64_t k = 0; k < K; k += DEPTH, out += TILE_BYTES) {
-        __m512i tiles[COUNT][TILE];
+        Vector tiles[COUNT][TILE];
         for (int r = 0; r < TILE; ++r) {
             __m512 a = _mm512_setzero_ps(), b = a;
             if (r < rows) load32(w + r * K + k, K - k, a, b);
             __m512i planes[COUNT];
             split(a, b, planes, COUNT);
-            for (int p = 0; p < COUNT; ++p) tiles[p][r] = planes[p];
+            for (int p = 0; p < COUNT; ++p) tiles[p][r] = (Vector)planes[p];
         }
         for (int p = 0; p < COUNT; ++p) {
-            transpose16(tiles[p]);
-            for (int r = 0; r < TILE; ++r) _mm512_store_si512(out + p * plane + r * 64, tiles[p][r]);
+            transpose(tiles[p]);
+            for (int r = 0; r < TILE; ++r) std::memcpy(out + p * plane + r * 64, &tiles[p][r], 64);
         }
     }
 }

@@ -28,6 +28,58 @@ inline float sum(Vector v) {
     return out[0];
 }
 
+// Lanes of two vectors, one after the other: of every 2 * HALF the first (or second) HALF, from the first vector and from the second.
+template <int HALF> struct Pattern {
+    alignas(sizeof(Integers)) int32_t lanes[LANES];
+    constexpr explicit Pattern(int second) : lanes{} {
+        for (int lane = 0; lane < LANES; ++lane) {
+            const int begin = lane / (2 * HALF) * (2 * HALF), place = lane % (2 * HALF);
+            lanes[lane] = begin + second * HALF + (place < HALF ? place : LANES + place - HALF);
+        }
+    }
+    Integers get() const { return *reinterpret_cast<const Integers*>(lanes); }
+};
+
+template <int HALF> inline Vector firsts(Vector a, Vector b) {
+    static constexpr Pattern<HALF> pattern(0);
+    return __builtin_shuffle(a, b, pattern.get());
+}
+
+template <int HALF> inline Vector seconds(Vector a, Vector b) {
+    static constexpr Pattern<HALF> pattern(1);
+    return __builtin_shuffle(a, b, pattern.get());
+}
+
+template <int HALF> inline void halve(Vector* v) {
+    for (int i = 0; i < LANES / HALF / 2; ++i) v[i] = firsts<HALF>(v[2 * i], v[2 * i + 1]) + seconds<HALF>(v[2 * i], v[2 * i + 1]);
+}
+
+// Lane i: the sum of v[i]'s lanes.  Overwrites v.
+inline Vector sums(Vector v[LANES]) {
+    halve<1>(v);
+    halve<2>(v);
+    halve<4>(v);
+    if constexpr (LANES == 16) halve<8>(v);
+    return v[0];
+}
+
+template <int HALF> inline void exchange(Vector* v) {
+    for (int i = 0; i < LANES; ++i)
+        if (!(i & HALF)) {
+            const Vector a = v[i], b = v[i + HALF];
+            v[i] = firsts<HALF>(a, b);
+            v[i + HALF] = seconds<HALF>(a, b);
+        }
+}
+
+// Lane j of v[i] changes places with lane i of v[j].
+inline void transpose(Vector v[LANES]) {
+    exchange<1>(v);
+    exchange<2>(v);
+    exchange<4>(v);
+    if constexpr (LANES == 16) exchange<8>(v);
+}
+
 // exp(x) to about 1e-7 relative: x = n ln 2 + r with |r| <= ln(2) / 2, Taylor's series of degree 7 for exp(r); below -87 it is 0 or as good.
 inline Vector exponential(Vector x) {
     const Vector low = all(-87.f), high = all(88.f), shift = all(12582912.f);  // 1.5 * 2^23: adding it rounds to an integer
