@@ -23,7 +23,7 @@ IDENTITY = ("driver", "client", "options", "environment", "who", "device", "reso
 SAME_WORK = ("corpus_sha256", "requests", "prompt_tokens", "max_tokens", "min_tokens", "ignore_eos", "concurrency")
 
 AMBIENT, STILL, CANDIDATE, ORACLE, UNEXPLAINED, REFUSED = (
-    "ambient", "no movement", "candidate effect", "oracle effect", "unexplained", "refused")
+    "ambient", "no movement seen", "candidate effect", "oracle effect", "unexplained", "refused")
 
 Summary = Mapping[str, Any]
 Values = Sequence[float | None]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from harness.analysis.drift import AMBIENT, REFUSED, STILL
+from harness.analysis.ratios import THROUGHPUT
 from harness.report.text import AXIS_NAMES, interval, percent, ratio
 from harness.verdict import Exit
 
@@ -18,6 +19,8 @@ def drift_lines(found: dict[str, Any]) -> list[str]:
         control = ", the control" if name == found["control"] else ""
         lines.append(f"{name} [{arm['role']}]: {what}{control}; {arm['tokens']['identical']}/{arm['tokens']['of']} outputs as before")
     for axis, rows in found["axes"].items():
+        if axis in THROUGHPUT[1:] and axis != found["primary"]:
+            continue  # with the same work they move as total throughput does
         lines.append(f"{AXIS_NAMES[axis]}{' (primary)' if axis == found['primary'] else ''}")
         lines += [f"  {name}: {_move(row['move'])}{_against(row)}" for name, row in rows.items()]
     return lines
@@ -42,5 +45,5 @@ def _against(row: dict[str, Any]) -> str:
     if row["called"] == "control":
         return ", the control"
     seen = row["against_control"]["detectable"]
-    return (f", against the control {_move(row['against_control'])}, {percent(seen, 1)} would have been seen: "
-            f"{row['called']}{'; ' + row['why'] if row['why'] else ''}")
+    size = f", {percent(seen, 1)} would have been seen" if seen is not None else ""
+    return f", against the control {_move(row['against_control'])}{size}: {row['called']}{'; ' + row['why'] if row['why'] else ''}"

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from harness.analysis.ab import neutrality
 from harness.analysis.coverage import COVERAGE_FLOOR, coverage, false_alarms, sentence, share
 from harness.analysis.ratios import compare, log_bounds
 
@@ -57,6 +58,20 @@ def test_the_verdict_is_made_of_those_bounds(kind: object) -> None:
                     for one in arms]
         assert [verdict == "PASS" for verdict in verdicts] == (found.lower > 0).tolist()
         assert [verdict == "FAIL" for verdict in verdicts] == (found.upper < 0).tolist()
+
+
+@pytest.mark.parametrize("side", [1, -1])
+@pytest.mark.parametrize("kind", KINDS)
+def test_equivalence_is_as_rarely_wrong(kind: object, side: int) -> None:
+    """With the true ratio on either edge of a wide margin, EQUIVALENT comes up in 3 to 7 % of series, and is said by those bounds."""
+    edge = 0.2
+    arms = kind(np.random.default_rng(8), 5)  # type: ignore[operator]
+    ratios = np.exp(arms[..., 0] - arms[..., 1] - side * np.log1p(-edge))
+    found = log_bounds(np.log(ratios))
+    equivalent = (found.lower > np.log1p(-edge)) & (found.upper < -np.log1p(-edge))
+    assert 0.03 < equivalent.mean() < 0.07
+    said = [neutrality(compare("tpot_mean", one.tolist(), [1.0] * 5, edge), edge) for one in ratios[:300]]
+    assert [noise is not None and noise.equivalent for noise in said] == equivalent[:300].tolist()
 
 
 @pytest.mark.parametrize("blocks", [3, 5])

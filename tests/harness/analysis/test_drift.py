@@ -53,7 +53,7 @@ def test_a_movement_without_an_interval_is_none(values: Any) -> None:
 
 def test_nothing_changed_and_nothing_moved(tmp_path: Path) -> None:
     found = compared(tmp_path)
-    assert found["control"] == "pin" and called(found) == {"on": "no movement", "off": "no movement", "pin": "control"}
+    assert found["control"] == "pin" and called(found) == {"on": "no movement seen", "off": "no movement seen", "pin": "control"}
     assert drift_exit(found) is Exit.PASS
 
 
@@ -73,12 +73,12 @@ def test_ours_alone_is_a_candidate_effect(tmp_path: Path) -> None:
 
 def test_an_arm_that_did_not_change_has_no_effect(tmp_path: Path) -> None:
     found = compared(tmp_path, step_us=slower(on=0.01))
-    assert called(found) == {"on": "unexplained", "off": "no movement", "pin": "control"} and drift_exit(found) is Exit.FAIL
+    assert called(found) == {"on": "unexplained", "off": "no movement seen", "pin": "control"} and drift_exit(found) is Exit.FAIL
 
 
 def test_a_changed_oracle_is_held_to_our_unchanged_arm(tmp_path: Path) -> None:
     found = compared(tmp_path, step_us=slower(pin=0.02), pinned=NEW_PIN)
-    assert found["control"] == "on" and called(found) == {"on": "control", "off": "no movement", "pin": "oracle effect"}
+    assert found["control"] == "on" and called(found) == {"on": "control", "off": "no movement seen", "pin": "oracle effect"}
 
 
 def test_it_is_refused_when_ours_moved_too(tmp_path: Path) -> None:
@@ -138,5 +138,6 @@ def test_the_command_prints_control_movement_and_word(tmp_path: Path, capsys: py
     assert _run(["compare", str(tmp_path / "a"), str(tmp_path / "b")]) == 1
     out = capsys.readouterr().out
     assert out.splitlines() == drift_lines(found)
+    assert sum(line.startswith(("total", "output", "request")) for line in out.splitlines()) == 1, "three equal ratios are one"
     assert "pin [pin]: unchanged, the control; 8/8 outputs as before" in out and "candidate effect; moved against pin" in out
     assert _run(["compare", str(tmp_path / "a"), str(tmp_path / "a")]) == 0
