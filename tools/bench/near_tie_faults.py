@@ -49,7 +49,7 @@ def outputs_of(model: Path, prompts: Sequence[Sequence[int]], ids: int, batch: i
         with pytest.MonkeyPatch.context() as patch:
             if fault is not None:
                 fault(patch)
-            llm = LLM(model, dtype=dtype, max_num_batched_tokens=CHUNK, max_num_seqs=batch, max_model_len=512)
+            llm = LLM(model, dtype=dtype, max_num_batched_tokens=CHUNK, max_num_seqs=batch, max_model_len=512, threads=1)
             served = llm.generate(prompts, SamplingParams(max_tokens=ids, min_tokens=ids, ignore_eos=True))
             found[HEALTHY if fault is None else fault.__name__] = tuple(tuple(one.token_ids) for one in served)
     return found
