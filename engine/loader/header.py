@@ -50,10 +50,10 @@ def read_headers(folder: Path) -> dict[str, Entry]:
     try:
         placed: dict[str, str] = json.loads((folder / INDEX).read_bytes(), object_pairs_hook=_no_duplicates)["weight_map"]
         shards = sorted(set(placed.values()))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{folder / INDEX}: no readable weight_map ({error!r})") from None
-    if any(Path(shard).name != shard for shard in shards):
-        raise CheckpointError(f"{folder / INDEX}: a shard lies outside the folder: {shards}")
+    if any(not isinstance(shard, str) or Path(shard).name != shard for shard in shards):
+        raise CheckpointError(f"{folder / INDEX}: a shard is no file of the folder: {shards}")
     found: dict[str, Entry] = {}
     for shard in shards:
         for name, entry in read_header(folder / shard).items():
@@ -78,7 +78,7 @@ def read_header(path: Path) -> dict[str, Entry]:
             raw = json.loads(source.read(length), object_pairs_hook=_no_duplicates)
     except FileNotFoundError:
         raise CheckpointError(f"{path}: no such file; the checkpoint is incomplete") from None
-    except (OSError, UnicodeDecodeError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         if isinstance(error, CheckpointError):
             raise
         raise CheckpointError(f"{path}: not a safetensors file ({error})") from None

@@ -78,6 +78,8 @@ BAD: list[tuple[str, Callable[[Path], Any], str]] = [
     ("empty", lambda d: (d / WEIGHTS).write_bytes(b""), r"model\.safetensors: 0 bytes"),
     ("not-safetensors", lambda d: (d / WEIGHTS).write_bytes(b"PK\x03\x04" * 100), r"model\.safetensors: .*not a safetensors file"),
     ("not-json", lambda d: (d / WEIGHTS).write_bytes((3).to_bytes(8, "little") + b"{a}"), r"model\.safetensors: not a safetensors file"),
+    ("nested", lambda d: (d / WEIGHTS).write_bytes((99999).to_bytes(8, "little") + b"[" * 99999),
+     r"model\.safetensors: not a safetensors file"),
     ("gone", lambda d: (d / WEIGHTS).unlink(), r"model\.safetensors: no such file"),
     ("a-folder", lambda d: replace_by_folder(d / WEIGHTS), r"model\.safetensors: not a safetensors file"),
     ("span", lambda d: edit_header(d / WEIGHTS, move_offset), rf"model\.safetensors: tensor {DOWN} is F32"),
@@ -122,7 +124,9 @@ def test_a_bad_checkpoint_is_refused(
     (lambda d, shards: shards[1].write_bytes(shards[0].read_bytes()), r"model-00002-of-.*\.safetensors: holds model\..* index places in"),
     (lambda d, shards: edit_tensors(shards[1], lambda t: t.pop(next(iter(t)))), r"model-00002-of-.*\.safetensors: tensor .* is missing"),
     (lambda d, shards: (d / "model.safetensors.index.json").write_text("{}"), r"index\.json: no readable weight_map"),
-    (lambda d, shards: (d / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../x.safetensors"}}'), "outside the folder"),
+    (lambda d, shards: (d / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../x.safetensors"}}'), "is no file of the folder"),
+    (lambda d, shards: (d / "model.safetensors.index.json").write_text('{"weight_map": {"a": 5}}'), "is no file of the folder"),
+    (lambda d, shards: (d / "model.safetensors.index.json").write_text("[" * 99999), r"index\.json: no readable weight_map"),
 ])
 def test_bad_shards(tmp_path: Path, spoil: Callable[[Path, list[Path]], Any], message: str) -> None:
     make_checkpoint(tmp_path, "qwen3", shard="100KB")
