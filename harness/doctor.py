@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import shutil
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,12 +16,14 @@ from harness.machine.identity import repository_record
 from harness.machine.idle import check_idle
 from harness.machine.idle_rule import IdleLimits
 from harness.machine.lock import LockBusy, LockError, SeriesLock, lock_path
-from harness.oracle import OracleError, describe_oracle, list_oracles
+from harness.oracle import Oracle, OracleError, describe_oracle, list_oracles
 from harness.oracle_env import refuse_unfit
+from harness.series.arms import launch
 from harness.series.model import LISTING, models_folder
 
 FREE_DISK_GIB = 5
 """An oracle environment is about 2 GiB, a series with its stage a few MiB."""
+KERNELS_TIMEOUT_S = 300
 
 
 def examine(root: Path) -> list[dict[str, Any]]:
@@ -27,7 +31,7 @@ def examine(root: Path) -> list[dict[str, Any]]:
     the lowest use of GPU memory seen, beside the lock."""
     checks: list[tuple[str, Callable[[Path], tuple[bool, str]]]] = [
         ("system", _system), ("disk", _disk), ("memory accounting", _smaps), ("gpu", _gpu), ("lock", _lock), ("idle", _idle),
-        ("oracles", _oracles), ("toolkit", _toolkit), ("models", _models), ("tree", _tree),
+        ("oracles", _oracles), ("toolkit", _toolkit), ("kernels", _kernels), ("models", _models), ("tree", _tree),
     ]
     findings = []
     for name, check in checks:
@@ -100,6 +104,44 @@ def _toolkit(root: Path) -> tuple[bool, str]:
             if versions is not None:
                 told.append(f"{oracle.name}: " + ", ".join(f"{name} {value or 'unknown'}" for name, value in versions.items()))
     return True, "; ".join(told) or "no installed oracle needs one"
+
+
+def _kernels(root: Path) -> tuple[bool, str]:
+    """One tiny kernel of each extension, in the engine's interpreter and in that of each oracle that this machine can run.
+
+    Inside the lock: on a machine that measures they would be company.
+    """
+    try:
+        device = "cuda" if read_gpus() else "cpu"
+        with SeriesLock(lock_path(None), "parity doctor") as lock:
+            lock.acquire(0.0)
+            fit = [oracle for oracle in list_oracles(root) if describe_oracle(oracle, root)["installed"]]
+            found = [_smoke(root, None, device), *(_smoke(root, oracle, _device(oracle)) for oracle in fit)]
+    except (GpuUnreadable, LockBusy, LockError, OracleError) as error:
+        return False, f"not run: {error}"
+    return all(ok for ok, _ in found), "; ".join(text for _, text in found)
+
+
+def _device(oracle: Oracle) -> str:
+    return "cuda" if oracle.machine.accelerator == "cuda" else "cpu"
+
+
+def _smoke(root: Path, oracle: Oracle | None, device: str) -> tuple[bool, str]:
+    """The kernels of one interpreter, started as an arm is."""
+    driver, name = ("engine", "engine") if oracle is None else ("vllm", oracle.name)
+    command = launch({"driver": driver, "environment": oracle.environment if oracle else {}}, root, root, oracle, root)
+    argv = [*command.argv[:-1], "legs.drivers.smoke", driver, device]
+    try:
+        done = subprocess.run(argv, env=command.environment, capture_output=True, text=True, check=False, timeout=KERNELS_TIMEOUT_S,
+                              stdin=subprocess.DEVNULL)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return False, f"{name} on {device}: {error}"
+    rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"kernel"')]
+    told = [f"{row['kernel']} {'ok' if row['ok'] else 'FAILS'} ({row['detail']})" for row in rows]
+    if done.returncode or not rows:
+        words = done.stderr.strip().splitlines()[-1:] or ["no words"]
+        told.append(f"then it ended with {done.returncode}: {words[0][:300]}")
+    return done.returncode == 0 and bool(rows) and all(row["ok"] for row in rows), f"{name} on {device}: {', '.join(told)}"
 
 
 def _models(root: Path) -> tuple[bool, str]:

@@ -18,13 +18,14 @@ epoch); None where the folder cannot be read."""
 
 def cache_folders(environment: Mapping[str, str]) -> dict[str, Path]:
     """Where an arm with this environment keeps what it compiles: each cache's own variable, else its default (torch's cache_dir_utils,
-    triton's knobs, vLLM's envs, FlashInfer's jit/env)."""
+    triton's knobs, vLLM's envs, FlashInfer's jit/env, engine/kernels/cpu/build.py)."""
     home = Path(environment.get("HOME") or pwd.getpwuid(os.getuid()).pw_dir)
     user = re.sub(r'[\\/:*?"<>|]', "_", pwd.getpwuid(os.getuid()).pw_name)
     defaults = {
         "inductor": ("TORCHINDUCTOR_CACHE_DIR", Path(environment.get("TMPDIR", "/tmp")) / f"torchinductor_{user}"),
         "triton": ("TRITON_CACHE_DIR", Path(environment.get("TRITON_HOME") or home) / ".triton" / "cache"),
         "vllm": ("VLLM_CACHE_ROOT", home / ".cache" / "vllm"),
+        "engine": ("", home / ".cache" / "vllm-parity"),
         "flashinfer": ("", Path(environment.get("FLASHINFER_WORKSPACE_BASE") or home) / ".cache" / "flashinfer"),
     }
     return {name: Path(environment.get(variable) or default) for name, (variable, default) in defaults.items()}

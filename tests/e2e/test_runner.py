@@ -144,7 +144,7 @@ def test_a_timed_leg_that_compiled_is_noted_and_its_cache_s_state_kept(run: Run)
     states = {name: json.loads((folder / "leg.json").read_bytes())["compile_caches"] for name, folder in legs.items()}
     assert states["before"]["before"]["vllm"] == {"files": 0, "bytes": 0, "newest_ns": 0}
     assert states["before"]["after"]["vllm"] == states["after"]["before"]["vllm"] == states["after"]["after"]["vllm"]
-    assert states["after"]["before"].keys() == {"inductor", "triton", "vllm", "flashinfer"}
+    assert states["after"]["before"].keys() == {"inductor", "triton", "vllm", "engine", "flashinfer"}
     assert "- compile cache vllm (cold before): the arm compiled anew" in (series / "report.md").read_text()
 
 

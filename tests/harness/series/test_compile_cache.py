@@ -18,9 +18,11 @@ def test_a_variable_of_the_arm_s_own_environment_wins_over_the_default(tmp_path:
     found = cache_folders(environment(tmp_path))
     assert found["inductor"].parent == tmp_path / "tmp" and found["inductor"].name.startswith("torchinductor_")
     assert found["triton"] == tmp_path / ".triton" / "cache" and found["vllm"] == tmp_path / ".cache" / "vllm"
+    assert found["engine"] == tmp_path / ".cache" / "vllm-parity"
     assert found["flashinfer"] == tmp_path / ".cache" / "flashinfer"
     own = {"TORCHINDUCTOR_CACHE_DIR": "/a", "TRITON_CACHE_DIR": "/b", "VLLM_CACHE_ROOT": "/c", "FLASHINFER_WORKSPACE_BASE": "/d"}
-    assert [str(path) for path in cache_folders({**environment(tmp_path), **own}).values()] == ["/a", "/b", "/c", "/d/.cache/flashinfer"]
+    found = cache_folders({**environment(tmp_path), **own})
+    assert [str(found[name]) for name in ("inductor", "triton", "vllm", "flashinfer")] == ["/a", "/b", "/c", "/d/.cache/flashinfer"]
 
 
 def test_growth_is_noted_with_the_cache_s_state_and_place_and_nothing_else_is(tmp_path: Path) -> None:
