@@ -97,7 +97,7 @@ class CardCarrier:
 
     def buffers(self, count: int, size: int) -> list[torch.Tensor]:
         area = _anonymous(count * size)
-        torch.cuda.check_error(int(torch.cuda.cudart().cudaHostRegister(area.data_ptr(), area.numel(), 0)))
+        _succeeded("cudaHostRegister", torch.cuda.cudart().cudaHostRegister(area.data_ptr(), area.numel(), 0))
         self._areas.append(area)
         return list(area.split(size))
 
@@ -115,7 +115,7 @@ class CardCarrier:
     def close(self) -> None:
         self._stream.synchronize()
         for area in self._areas:
-            torch.cuda.check_error(int(torch.cuda.cudart().cudaHostUnregister(area.data_ptr())))
+            _succeeded("cudaHostUnregister", torch.cuda.cudart().cudaHostUnregister(area.data_ptr()))
         self._areas.clear()
 
 
@@ -147,6 +147,11 @@ class SendRing:
 def carrier(device: torch.device) -> Carrier:
     """The carrier to `device`."""
     return CardCarrier(device) if device.type == CARD else HostCarrier()
+
+
+def _succeeded(call: str, code: int) -> None:
+    if int(code):
+        raise RuntimeError(f"{call} ended with error {int(code)}")
 
 
 def _anonymous(size: int) -> torch.Tensor:
