@@ -20,6 +20,8 @@ from tests.harness.series_factory import PINNED, edit_json, make_series, reseal
 STEPS = {"on": 1000_0, "off": 1100_0, "pin": 1200_0}
 NEW_CODE = {"ours": "99" * 32}
 NEW_PIN = {**PINNED, "version": "0.0.1"}
+BUSY = {leg: [{"utilization": 12}] for phase, n in (("memory", 1), ("performance", 4)) for k in range(n) for arm in STEPS
+        for leg in [f"{phase}-{k + 1}-{arm}"]}
 BASE: dict[str, Any] = {"noise": 0.0003, "performance": 4, "memory": 1, "step_us": STEPS}
 
 
@@ -104,6 +106,7 @@ def test_without_a_control_nothing_is_said(tmp_path: Path) -> None:
     ({"concurrency": 2}, "workload.concurrency: 4 against 2"),
     ({"statuses": {"performance-2": ["void"] * 3}}, "after is VOID: performance-2"),
     ({"statuses": {"performance-2": ["failed"] * 3}}, "after is ERROR: performance-2"),
+    ({"cards": BUSY}, "after is contended"),
     ({"arms": (("x", "ours"), ("y", "pin")), "pairs": (("x", "y"),), "step_us": {"x": 1, "y": 1}, "pss_mib": {"x": 1, "y": 1}},
      "no arm has accepted blocks in both series"),
 ])
@@ -124,6 +127,25 @@ def test_two_machines_are_not_compared(tmp_path: Path, change: Any, said: str) -
     reseal(b)
     assert compare_dirs(a, b)["refused"][0].startswith(said)
     assert load_series(b).record["machine"] != load_series(a).record["machine"]
+
+
+def test_a_host_that_is_not_known_is_not_the_same_host(tmp_path: Path) -> None:
+    a, b = (make_series(tmp_path / name, **BASE) for name in "ab")
+    for series in (a, b):
+        edit_json(series / "series.json", lambda record: record["machine"].update(host=None))
+        reseal(series)
+    assert compare_dirs(a, b)["refused"] == ["machine.host: None against None; two machines have no common control"]
+
+
+def test_an_oracle_is_not_judged_by_another_oracle(tmp_path: Path) -> None:
+    """Our arm and one of two oracles changed: the control is the other oracle, which says nothing of our tokens."""
+    arms: dict[str, Any] = {"arms": (("on", "ours"), ("old", "pin"), ("pin", "pin")), "pairs": (("on", "pin"),),
+                            "pss_mib": {"on": 1, "old": 1, "pin": 1}}
+    steps = {"on": 10000, "old": 11000, "pin": 12000}
+    found = compared(tmp_path, before={**arms, "step_us": steps}, **arms, step_us={**steps, "old": 11500},
+                     code={**NEW_CODE, "old": "77" * 32})
+    assert found["control"] == "pin" and called(found) == {"on": "no movement seen", "old": "refused", "pin": "control"}
+    assert found["axes"]["total_throughput"]["old"]["why"] == "another engine changed, and the control pin is not ours"
 
 
 def test_a_boot_between_is_noted(tmp_path: Path) -> None:
