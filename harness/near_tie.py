@@ -58,6 +58,8 @@ ORIGIN, SCORE, RECORD = "origin.json", "score", "near_tie.json"
 SUFFIX = "-near-tie"
 TIMES_LONGER = 10
 """How many time limits of a series' leg the scoring leg has: it does the work several times over, one request at a time."""
+BAND_REQUESTS = 32
+"""Of how many of the first requests the oracle's jitter is taken: thousands of positions; all would cost minutes of decoding one by one."""
 POLL_S = 0.5
 SAME = ("name", "distribution", "version", "record_sha256", "packages")
 """What the scoring oracle must say of itself as the series' own oracle did."""
@@ -141,11 +143,12 @@ def make_task(series: Series, prompts: Sequence[tuple[int, ...]], eos: Sequence[
 
 
 def make_jobs(task: Task) -> list[ScoreJob]:
-    """The oracle's own ids in both forms and, where the series runs several requests at once, both batch sizes; then ours."""
-    jobs = [ScoreJob(name="decode-1", form="decode", batch=1)]
+    """The oracle's own ids of the first requests in both forms and, where the series runs several at once, both batch sizes; then ours."""
+    few = min(BAND_REQUESTS, len(task.prompts))
+    jobs = [ScoreJob(name="decode-1", form="decode", batch=1, requests=few)]
     sizes = sorted({1, task.batch})
-    jobs += [ScoreJob(name=f"decode-{size}", form="decode", batch=size) for size in sizes[1:]]
-    jobs += [ScoreJob(name=f"prefill-{size}", form="prefill", batch=size, follow="decode-1") for size in sizes]
+    jobs += [ScoreJob(name=f"decode-{size}", form="decode", batch=size, requests=few) for size in sizes[1:]]
+    jobs += [ScoreJob(name=f"prefill-{size}", form="prefill", batch=size, follow="decode-1", requests=few) for size in sizes]
     return jobs + [ScoreJob(name=name, form="prefill", batch=1, ids=ids) for name, ids in task.ours.items()]
 
 
@@ -172,7 +175,7 @@ def to_record(task: Task, scores: Mapping[str, Sequence[Scored]], result: Mappin
     return {
         "schema": SCHEMA, "series": origin["series"], "oracle": {**{name: result["who"][name] for name in SAME}, "role": origin["role"]},
         "dtype": result["resolved"]["dtype"], "masked_ids": sorted(task.mask.ids), "masked_until": task.mask.until,
-        "self_agreement": [rule.agreement(first, name, task.oracle[first], ids) for name, ids in runs.items() if name != first],
+        "self_agreement": [rule.agreement(first, name, task.oracle[first][: len(ids)], ids) for name, ids in runs.items() if name != first],
         "jitter": [dataclasses.asdict(one) for one in found], "band": band, "factor": rule.FACTOR, "percentile": rule.PERCENTILE,
         "oracle_worst_gap": rule.check_control(scores["prefill-1"], band, task.mask), "arms": arms,
     }

@@ -135,6 +135,8 @@ class ScoreJob:
     batch: int
     ids: tuple[tuple[int, ...], ...] | None = None
     follow: str | None = None
+    requests: int | None = None
+    """Of how many of the first prompts; None: of all."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -292,13 +294,17 @@ def read_jobs(folder: Path, requests: int) -> list[ScoreJob]:
     for raw in json.loads(gzip.decompress((folder / SCORE).read_bytes())):
         job = ScoreJob(**{**raw, "ids": None if raw["ids"] is None else tuple(map(tuple, raw["ids"]))})
         given = (job.ids is not None) + (job.follow is not None)
+        count = requests if job.requests is None else job.requests
         for good, problem in (
             (job.name not in jobs, "has a name that an earlier job has"),
             (job.form in FORMS, f"form {job.form!r} is unknown"),
             (job.batch >= 1, f"batch {job.batch!r} is not 1 or more"),
             (given == (job.form == "prefill"), "prefill scores `ids` or those of `follow`, decode writes its own"),
             (job.follow is None or job.follow in jobs, f"follows {job.follow!r}, which is no earlier job"),
-            (job.ids is None or (len(job.ids) == requests and all(job.ids)), f"has not {requests} continuations of one id or more"),
+            (job.follow is None or job.follow not in jobs or jobs[job.follow].requests == job.requests, f"and {job.follow!r} are of "
+             "different requests"),
+            (1 <= count <= requests, f"is of {job.requests} requests, the leg has {requests}"),
+            (job.ids is None or (len(job.ids) == count and all(job.ids)), f"has not {count} continuations of one id or more"),
         ):
             if not good:
                 raise ProtocolError(f"{SCORE}: job {job.name!r} {problem}")

@@ -39,7 +39,7 @@ def run_jobs(arm: object, folder: Path, request: LegRequest, corpus: Corpus) -> 
     prompts = corpus.prompts[: request.requests]
     done: dict[str, list[Scored]] = {}
     for job in read_jobs(folder, request.requests):
-        done[job.name] = _run(arm, job, prompts, done)
+        done[job.name] = _run(arm, job, prompts[: job.requests], done)
     files = {SCORES: write_scores(folder, done)}
     return files, {
         "requests": len(prompts), "prompt_tokens": sum(map(len, prompts)), "jobs": len(done),
