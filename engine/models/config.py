@@ -139,8 +139,8 @@ def _layer_kinds(raw: dict[str, Any]) -> tuple[str, ...]:
     count = _size(raw, "num_hidden_layers")
     interval = _size(raw, "full_attention_interval", 4)
     kinds = raw.get("layer_types") or [LAYER_KINDS[(i + 1) % interval == 0] for i in range(count)]
-    if len(kinds) != count or set(kinds) - set(LAYER_KINDS):
-        raise CheckpointError(f"config.json: layer_types is {kinds!r}; {count} of {' or '.join(LAYER_KINDS)} are needed")
+    if len(kinds) != count or set(kinds) - set(LAYER_KINDS) or "full_attention" not in kinds:
+        raise CheckpointError(f"config.json: layer_types is {kinds!r}; {count} of {' or '.join(LAYER_KINDS)} are needed, one full at least")
     return tuple(kinds)
 
 
