@@ -52,7 +52,7 @@ class EngineArm:
 
     def device(self) -> dict[str, Any]:
         kind = self.llm.resolved["device"]
-        return {"kind": kind, "name": _cpu_name() if kind == devices.HOST else devices.card_name(), "count": 1}
+        return {"kind": kind, "name": cpu_name() if kind == devices.HOST else devices.card_name(), "count": 1}
 
     def resolved(self) -> dict[str, Any]:
         return {**self.llm.resolved, "threads": torch.get_num_threads()}
@@ -94,7 +94,8 @@ def code_sha256(root: Path) -> str:
     return sha256("".join(f"{path.relative_to(root)} {sha256(path.read_bytes())}\n" for path in files).encode())
 
 
-def _cpu_name() -> str:
+def cpu_name() -> str:
+    """The processor's name as the system has it."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:

@@ -181,14 +181,23 @@ def test_there_is_no_library_without_a_compiler(monkeypatch: Patch, tmp_path: Pa
     assert not list(tmp_path.rglob("*.so"))
 
 
-def test_it_is_compiled_once(tmp_path: Path) -> None:
+def test_it_is_compiled_once_and_anew_for_other_sources(monkeypatch: Patch, tmp_path: Path) -> None:
     compiler, runtime = shutil.which("g++"), build.openmp_runtime()
     if compiler is None or runtime is None:
         pytest.skip("no compiler here: plain PyTorch serves")
-    first = build.build(compiler, build.FLAGS, runtime, tmp_path)
+    changed, cache = tmp_path / "sources", tmp_path / "cache"
+    shutil.copytree(build.FOLDER, changed)
+    monkeypatch.setattr(build, "FOLDER", changed)
+    monkeypatch.setattr(build, "SOURCES", ("rows.cpp",))
+    first = build.build(compiler, build.FLAGS, runtime, cache)
     stamp = first.stat().st_mtime_ns
-    assert build.build(compiler, build.FLAGS, runtime, tmp_path) == first and first.stat().st_mtime_ns == stamp
-    assert [path.name for path in tmp_path.iterdir()] == [first.name]
+    assert build.build(compiler, build.FLAGS, runtime, cache) == first and first.stat().st_mtime_ns == stamp
+    assert [path.name for path in cache.iterdir()] == [first.name]
+    for name in ("vector.h", "rows.cpp"):
+        with (changed / name).open("a") as source:
+            source.write("// changed\n")
+        assert build.build(compiler, build.FLAGS, runtime, cache) != first
+    assert len(list(cache.iterdir())) == 3
 
 
 def test_other_dtypes_are_pytorch_s() -> None:

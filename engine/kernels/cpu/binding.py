@@ -54,16 +54,16 @@ def gate_up(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """As `norm.rms_norm_reference`, x [T, width]."""
+    """As `norm.rms_norm_reference`, x [..., width]."""
     normed = torch.empty_like(x)
-    _call("add_rms_norm", x, None, weight, eps, normed, None, *x.shape)
+    _call("add_rms_norm", x, None, weight, eps, normed, None, *x.view(-1, x.shape[-1]).shape)
     return normed
 
 
 def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
     """As `norm.add_rms_norm_reference`."""
     normed, total = torch.empty_like(x), torch.empty_like(x)
-    _call("add_rms_norm", x, residual, weight, eps, normed, total, *x.shape)
+    _call("add_rms_norm", x, residual, weight, eps, normed, total, *x.view(-1, x.shape[-1]).shape)
     return normed, total
 
 

@@ -18,6 +18,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+FOLDER = Path(__file__).resolve().parent
 SOURCES = ("attention.cpp", "linear.cpp", "rows.cpp")
 HEADERS = ("vector.h",)
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-fPIC", "-fopenmp")
@@ -51,11 +52,10 @@ def build(compiler: str, flags: Sequence[str], runtime: Path, cache: Path) -> Pa
 
     Raises OSError when `cache` cannot be written and `subprocess.SubprocessError` when the compiler fails.
     """
-    folder = Path(__file__).resolve().parent
     version = _run([compiler, "--version"])
     digest = hashlib.sha256("\0".join((version, *flags, str(runtime), _cpu_flags())).encode())
     for name in (*HEADERS, *SOURCES):
-        digest.update((folder / name).read_bytes())
+        digest.update((FOLDER / name).read_bytes())
     made = cache / f"{digest.hexdigest()[:24]}.so"
     if made.exists():
         return made
@@ -64,7 +64,7 @@ def build(compiler: str, flags: Sequence[str], runtime: Path, cache: Path) -> Pa
         objects = []
         for name in SOURCES:
             objects.append(str(Path(scratch, name).with_suffix(".o")))
-            _run([compiler, *flags, "-c", str(folder / name), "-o", objects[-1]])
+            _run([compiler, *flags, "-c", str(FOLDER / name), "-o", objects[-1]])
         whole = Path(scratch, made.name)
         _run([compiler, "-shared", *objects, str(runtime), "-o", str(whole)])
         os.replace(whole, made)
