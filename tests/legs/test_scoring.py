@@ -67,6 +67,15 @@ def test_jobs_are_done_in_order_over_the_requests_prompts(tmp_path: Path) -> Non
     assert counts == {"requests": 2, "prompt_tokens": 4, "jobs": 3, "output_tokens": 12}
 
 
+def test_a_job_may_be_of_the_first_requests_only(tmp_path: Path) -> None:
+    write_jobs(tmp_path, [dataclasses.replace(OWN, requests=1), dataclasses.replace(FOLLOWS, requests=1), GIVEN])
+    arm = Arm()
+    _, counts = run_jobs(arm, tmp_path, REQUEST, CORPUS)
+    first = CORPUS.prompts[:1]
+    assert arm.asked == [(first, 1), (first, ((10, 11),), 1), (CORPUS.prompts[:2], ((7, 8), (9, 7)), 2)]
+    assert counts["output_tokens"] == 2 + 2 + 4
+
+
 @pytest.mark.parametrize(("jobs", "problem"), [
     ([OWN, dataclasses.replace(GIVEN, name="own")], "job 'own' has a name that an earlier job has"),
     ([dataclasses.replace(OWN, form="guess")], "form 'guess' is unknown"),
@@ -77,6 +86,10 @@ def test_jobs_are_done_in_order_over_the_requests_prompts(tmp_path: Path) -> Non
     ([FOLLOWS, OWN], "follows 'own', which is no earlier job"),
     ([dataclasses.replace(GIVEN, ids=((7, 8),))], "has not 2 continuations"),
     ([dataclasses.replace(GIVEN, ids=((7, 8), ()))], "has not 2 continuations"),
+    ([OWN, dataclasses.replace(FOLLOWS, requests=1)], "and 'own' are of different requests"),
+    ([dataclasses.replace(OWN, requests=3)], "is of 3 requests, the leg has 2"),
+    ([dataclasses.replace(OWN, requests=0)], "is of 0 requests, the leg has 2"),
+    ([dataclasses.replace(GIVEN, requests=1)], "has not 1 continuations"),
 ])
 def test_a_malformed_job_is_refused_by_name(tmp_path: Path, jobs: list[ScoreJob], problem: str) -> None:
     write_jobs(tmp_path, jobs)
