@@ -19,8 +19,8 @@ BURST_S = 5.0
 STEAL_BURST_FACTOR = 2
 """Over a burst, steal may reach this many times its limit over the window (so 6 % beside 3 %); foreign CPU has one limit, over any burst.
 
-Why: two virtual cores, full for twelve minutes.  Steal came in episodes.  Of the 20 s windows 57 % lost under 3 % (and half of these had
-a burst above 3 %, one in 400 above 6 %); the others lost 9 % in the median.  13 legs with windows of 11 to 13 s, loaded by the arm alone,
+Why: two virtual cores, full for an hour.  Steal came in episodes.  Of the 20 s windows 90 % lost under 3 % (a third of these had a burst
+above 3 %, one in 500 above 6 %); the others lost 9 % in the median.  13 legs with windows of 11 to 13 s, loaded by the arm alone,
 lost 0.05 to 1.9 % and 0.1 to 3.1 % in their worst burst, foreign CPU never above 0.6 % there: one limit of 3 % on bursts voided legs that
 had lost 1.4 and 1.9 % in all, while the legs of one arm differ by 3 to 18 % for no cause that shows, which only blocks average out.
 A burst in one arm's leg is a wrong number all the same: in a window under 10 s one at its limit uses up the window's, in a longer it moves

@@ -142,7 +142,7 @@ def _memory(summary: Summary) -> list[str]:
     return [
         "## Memory", "", "Of the whole process tree, in MiB: the largest pass with its parts and the mark before it; the median between "
         "first and last token. What could not be read is n/a.", "",
-        *table(header, rows), *(f"- {cell(line)}" for leg in legs for line in _memory_doubts(leg)), "",
+        *table(header, rows), *(f"- {cell(line)}" for leg in legs for line in [*_memory_doubts(leg), *_memory_cgroup(leg)]), "",
         *folded("How memory was sampled", _sampling(legs)),
     ]
 
@@ -167,6 +167,12 @@ def _memory_doubts(leg: Summary) -> list[str]:
         f"{_mib(missed['sampled_rss'])} MiB is the most that was sampled of it"
         for missed in leg["peak_missed"]
     ]
+
+
+def _memory_cgroup(leg: Summary) -> list[str]:
+    """What a control group of the leg's own says, where there was one."""
+    peak = leg["sampling"].get("cgroup_peak")
+    return [] if peak is None else [f"{leg['leg']}: its control group peaked at {_mib(peak)} MiB, page cache and kernel memory included"]
 
 
 def _mib(size: float | None) -> str:

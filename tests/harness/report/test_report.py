@@ -255,9 +255,11 @@ def test_memory_stands_with_its_parts_and_how_it_was_sampled(built: tuple[Path, 
         "peak": {"phase": "loaded", "pss_anon": 4 * mib, "pss_file": 3 * mib, "pss_shmem": 2 * mib},
         "passes": 80, "partial_passes": 2, "max_gap_s": 0.5,
         "sampling": {"period_s": 0.2, "interval_s": 0.21, "mean_cost_s": 0.011, "max_cost_s": 0.022, "cost_share": 0.06,
-                     "gpu_peak": 7 * mib, "available_min": None},
+                     "gpu_peak": 7 * mib, "available_min": None, "cgroup_peak": 11 * mib},
     }
-    shown, sampled = (line for line in page({**built[1], "arms": arms}).splitlines() if line.startswith("| memory-1-on | "))
+    text = page({**built[1], "arms": arms})
+    assert text.count("control group") == 1 and "- memory-1-on: its control group peaked at 11.0 MiB, page cache" in text
+    shown, sampled = (line for line in text.splitlines() if line.startswith("| memory-1-on | "))
     assert shown == "| memory-1-on | 9.0 | 4.0 | 3.0 | 2.0 | loaded | 8.0 | 7.0 | n/a |"
     assert sampled == "| memory-1-on | 80 | 2 | 0.20 | 0.210 | 0.500 | 11.00 | 22.00 | 6.0 % |"
     assert built[1]["arms"]["on"]["memory"][0]["sampling"]["period_s"] == 0.2, "a real summary has these fields"
