@@ -1,4 +1,4 @@
-"""Records of the card: their derived page is what they give, and a test report is counted as it is."""
+"""Records of the card and of the host: their derived page is what they give, and a test report is counted as it is."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.bench import gpu_tests, levers
+from tools.bench import cpu_kernels, gpu_tests, levers
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -19,6 +19,15 @@ def test_the_page_of_levers_is_what_its_records_give(monkeypatch: pytest.MonkeyP
     page = levers.page({str(source): json.loads(source.read_bytes()) for source in sources})
     assert page == Path("docs/LEVERS.md").read_text(encoding="utf-8"), \
         "docs/LEVERS.md differs; run python -m tools.bench.levers docs/LEVERS.md results/platform/*-engine/*/step_time.json"
+
+
+def test_the_page_of_host_kernels_is_what_its_records_give(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    sources = sorted(Path("results/platform").glob("cpu-*/cpu_kernels.json"))
+    assert sources
+    page = cpu_kernels.page({str(source): json.loads(source.read_bytes()) for source in sources})
+    assert page == Path("docs/CPU.md").read_text(encoding="utf-8"), \
+        "docs/CPU.md differs; run python -m tools.bench.cpu_kernels page docs/CPU.md results/platform/cpu-*/cpu_kernels.json"
 
 
 def test_a_report_is_counted_by_what_became_of_each_test(tmp_path: Path) -> None:
