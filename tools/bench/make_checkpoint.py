@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from legs.protocol import to_json
 from tools.bench.checkpoint import MODELS, CheckpointError, build_checkpoint
+from tools.bench.qwen3_5_shape import HYBRID_SHAPES, Draw, HybridShape
 
 if TYPE_CHECKING:
     import torch
@@ -49,7 +50,8 @@ class Shape:
     tie_word_embeddings: bool = True
 
 
-SHAPES = {
+SHAPES: dict[str, Shape | HybridShape] = {
+    **HYBRID_SHAPES,
     "qwen3-4b": Shape(
         hidden_size=2560, intermediate_size=9728, num_hidden_layers=36, num_attention_heads=32, num_key_value_heads=8, head_dim=128,
         vocab_size=151_936, rope_theta=1e6, qk_norm=True),
@@ -63,8 +65,10 @@ SHAPES = {
 """Qwen3-4B as its published config.json has it; the tiny ones are for tests."""
 
 
-def config(shape: Shape) -> dict[str, Any]:
+def config(shape: Shape | HybridShape) -> dict[str, Any]:
     """config.json's content."""
+    if isinstance(shape, HybridShape):
+        return shape.config()
     sizes = {name: value for name, value in vars(shape).items() if name not in ("qk_norm", "rope_theta")}
     family = "Qwen3" if shape.qk_norm else "Llama"
     return {
@@ -74,8 +78,11 @@ def config(shape: Shape) -> dict[str, Any]:
     }
 
 
-def tensors(shape: Shape) -> Iterator[tuple[str, tuple[int, ...], float]]:
+def tensors(shape: Shape | HybridShape) -> Iterator[tuple[str, tuple[int, ...], Draw]]:
     """(name, shape, standard deviation) of each tensor in checkpoint order; a norm has a negative value, its constant weight's negative."""
+    if isinstance(shape, HybridShape):
+        yield from shape.tensors()
+        return
     hidden, heads, kv = shape.hidden_size, shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
     unit = 1 / math.sqrt(hidden)
     score = 1.0 if shape.qk_norm else QK_NORM
@@ -99,21 +106,24 @@ def tensors(shape: Shape) -> Iterator[tuple[str, tuple[int, ...], float]]:
         yield "lm_head.weight", (shape.vocab_size, hidden), unit
 
 
-def draw(name: str, size: tuple[int, ...], std: float) -> torch.Tensor:
+def draw(name: str, size: tuple[int, ...], std: Draw) -> torch.Tensor:
     """One tensor, bfloat16, from a generator seeded by its name."""
     import torch
 
-    if std < 0:
-        return torch.full(size, -std, dtype=torch.bfloat16)
-    seed = int.from_bytes(hashlib.sha256(f"{SEED} {name}".encode()).digest()[:7], "big")
-    return (torch.randn(size, generator=torch.Generator().manual_seed(seed)) * std).to(torch.bfloat16)
+    generator = torch.Generator().manual_seed(int.from_bytes(hashlib.sha256(f"{SEED} {name}".encode()).digest()[:7], "big"))
+    if isinstance(std, tuple):
+        low, high = std
+        return (low + (high - low) * torch.rand(size, generator=generator)).to(torch.bfloat16)
+    if std <= 0:
+        return torch.full(size, 0.0 - std, dtype=torch.bfloat16)
+    return (torch.randn(size, generator=generator) * std).to(torch.bfloat16)
 
 
-def fill(shape: Shape, folder: Path, shard_bytes: int = SHARD_BYTES) -> None:
+def fill(shape: Shape | HybridShape, folder: Path, shard_bytes: int = SHARD_BYTES) -> None:
     """Write config.json and the shards with their index into `folder`, one shard in memory at a time."""
     from safetensors.torch import save_file
 
-    shards: list[list[tuple[str, tuple[int, ...], float]]] = [[]]
+    shards: list[list[tuple[str, tuple[int, ...], Draw]]] = [[]]
     room = shard_bytes
     for entry in tensors(shape):
         size = 2 * math.prod(entry[1])
