@@ -68,8 +68,7 @@ ADDED, PLACED = "RMSNorm with its add in one pass", "Rotation and cache write in
 OPENED = "SwiGLU's gates opened as the product is stored"
 LEVERS = (
     Lever(AMX, PROMPTS, "0.4: 5 of 6 products at 16 times AVX-512's rate, and what is read and written", ROWS, few_only,
-          binding.serves_rows, "Kept, well short of the prediction: alone, products take a third to a half; within a step what they read and "
-          "write comes from memory, not from a cache."),
+          binding.serves_rows, "Kept, well short of the prediction: memory is suspected, which products alone do not wait for."),
     Lever(ONCE, DECODES, "0.65: 40 ms of weights at memory's rate against 62", ROWS, many_only, binding.serves_rows, "Kept."),
     Lever(ONCE, FEWER, "0.6", ROWS, many_only, binding.serves_rows, "Kept."),
     Lever(READ, PROMPTS, "0.95: no gather, no copy of keys for a group's heads", PAGES, never, dispatch.reads_pages, "Kept."),
