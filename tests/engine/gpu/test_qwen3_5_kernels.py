@@ -18,6 +18,7 @@ from engine.kernels import (
     norm_centred,
     norm_centred_triton,
 )
+from tests.engine.gpu import test_kernels
 from tests.engine.gpu.conftest import DEVICE, ON_CARD
 from tests.engine.gpu.test_kernels import FLOAT, HALF, check, dtypes, ints, poison, product_dtypes, random
 
@@ -195,6 +196,13 @@ def test_gdn_prefill_of_keys_that_resemble_each_other(dtype: torch.dtype) -> Non
     expected = gdn.gdn_prefill_reference(projected.float().cpu(), exact_weights, exact_state, 0, True)
     tolerance = 1e-4 if dtype == FLOAT else 5e-2
     assert float((out.float().cpu() - expected).norm() / expected.norm()) < tolerance
+
+
+@pytest.mark.skipif(not ON_CARD, reason="slow under the interpreter, and what may not fit is the card's memory")
+@product_dtypes
+def test_attention_at_qwen3_5_s_head_size(dtype: torch.dtype) -> None:
+    test_kernels.test_attention_decode(dtype, (16, 4, 256), 32)
+    test_kernels.test_attention_prefill(dtype, (16, 4, 256), 16)
 
 
 @pytest.mark.skipif(not ON_CARD, reason="the interpreter's blocks are not the card's")
