@@ -44,8 +44,10 @@ def error(llm: LLM, reference: Reference) -> float:
     return worst
 
 
-def test_scores_are_those_of_transformers(reference: Reference) -> None:
-    """Prompts shorter and longer than a chunk, and continuations that begin in one chunk and end in another."""
+@pytest.mark.parametrize("rows", [3, 64])
+def test_scores_are_those_of_transformers(monkeypatch: pytest.MonkeyPatch, reference: Reference, rows: int) -> None:
+    """Prompts shorter and longer than a chunk, continuations that begin in one chunk and end in another, logits a few rows at a time."""
+    monkeypatch.setattr("engine.score.LOGIT_ROWS", rows)
     assert error(LLM(reference.folder, **OPTIONS), reference) < TOLERANCE
 
 

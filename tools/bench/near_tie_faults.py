@@ -114,7 +114,7 @@ def main() -> int:
     write_atomic(arguments.out, to_json(record))
     print("\n".join(lines(record)))
     missed = failures(record)
-    print("\n".join(missed) if missed else f"healthy: none wrong; all of {len(faults)} planted faults called wrong")
+    print("\n".join(missed) or "healthy: none wrong" + (f"; all {len(faults)} planted faults called wrong" if faults else ""))
     return 1 if missed else 0
 
 
