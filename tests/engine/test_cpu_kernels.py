@@ -205,3 +205,16 @@ def test_other_dtypes_are_pytorch_s() -> None:
     assert not binding.serves(x, weight) and not binding.serves(random(40, 16).t(), random(24, 40))
     assert torch.equal(dispatch.linear(x, weight), linear.linear_cpu(x, weight))
     assert dispatch.backends("cpu", torch.bfloat16)["linear_backend"] == "torch-cpu"
+
+
+@pytest.mark.parametrize(("names", "chosen"), [
+    (("site/torch/lib/libgomp-1.so.1",), "site/torch/lib/libgomp-1.so.1"),
+    (("site/scikit_learn.libs/libgomp-2.so.1", "site/torch/lib/libgomp-1.so.1"), "site/torch/lib/libgomp-1.so.1"),
+    (("site/scikit_learn.libs/libgomp-2.so.1", "site/torch.libs/libgomp-1.so.1"), "site/torch.libs/libgomp-1.so.1"),
+    (("/usr/lib/libgomp.so.1",), "/usr/lib/libgomp.so.1"),
+    (("/usr/lib/libgomp.so.1", "site/scikit_learn.libs/libgomp-2.so.1"), None),
+    (("site/torch/lib/libtorch_cpu.so",), None),
+])
+def test_the_openmp_runtime_is_pytorch_s_own_and_never_one_of_several(names: tuple[str, ...], chosen: str | None) -> None:
+    found = build.choose_runtime({Path(name) for name in names}, Path("site/torch"))
+    assert found == (None if chosen is None else Path(chosen))

@@ -15,7 +15,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 FOLDER = Path(__file__).resolve().parent
@@ -72,15 +72,27 @@ def build(compiler: str, flags: Sequence[str], runtime: Path, cache: Path) -> Pa
 
 
 def openmp_runtime() -> Path | None:
-    """The OpenMP runtime that is loaded in this process."""
-    import torch  # noqa: F401  (its import loads it)
+    """PyTorch's OpenMP runtime as loaded in this process; None when it cannot be told from those that other packages brought along.
+
+    Two of them at once share some symbols and not others, and a loop that begins in one and goes on in the other ends in the void.
+    """
+    import torch
 
     try:
         mapped = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
     except OSError:
         return None
     paths = {Path(line.split(maxsplit=5)[5]) for line in mapped if line.count(" ") >= 5 and ".so" in line}
-    return next((path for path in sorted(paths) if path.name.startswith(("libgomp", "libiomp5", "libomp"))), None)
+    return choose_runtime(paths, Path(torch.__file__).parent)
+
+
+def choose_runtime(libraries: Collection[Path], package: Path) -> Path | None:
+    """Of loaded `libraries`, the OpenMP runtime that lies in PyTorch's `package` (or its .libs), or else the only one."""
+    found = sorted(path for path in libraries if path.name.startswith(("libgomp", "libiomp5", "libomp")))
+    own = [path for path in found if path.is_relative_to(package) or path.is_relative_to(package.with_name(package.name + ".libs"))]
+    if len(own) == 1:
+        return own[0]
+    return found[0] if len(found) == 1 else None
 
 
 def _run(command: list[str]) -> str:
