@@ -42,6 +42,8 @@ class Compare:
             assert chunk.slot == slot
             covered += range(first, first + rows)
         assert sorted(covered) == list(range(len(mine.slots), len(mine.token_ids)))
+        whole = [(first, length, total - length, slot) for first, length, total, slot in theirs.chunks]
+        assert [tuple(segment) for segment in mine.segments.reshape(-1, 4).tolist()] == whole
         self.steps += 1
         self.tiles += len(mine.tiles) // 4
         return sum(row.samples for row in step.rows)
