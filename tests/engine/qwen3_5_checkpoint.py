@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import Qwen3_5Config, Qwen3_5ForCausalLM, Qwen3_5ForConditionalGeneration, Qwen3_5TextConfig
 
-from tests.engine.checkpoints import VOCAB
+from tests.engine.checkpoints import VOCAB, prompt, reference_greedy
+from tests.engine.conftest import EOS, STEPS, Reference
 
 VISION = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 64, "patch_size": 4,
           "num_position_embeddings": 16}
@@ -64,3 +67,13 @@ def _draw(name: str, weight: torch.Tensor, gain: float, generator: torch.Generat
     else:
         scale = gain if "mlp" in name else 1.5 * gain if any(one in name for one in ("o_proj", "out_proj")) else 1.0
         weight.normal_(0, scale / weight.shape[1] ** 0.5, generator=generator)
+
+
+def refer(folder: Path, lengths: Sequence[int], **options: Any) -> Reference:
+    """Greedy ids and logits of the model in float64 (transformers computes norms and delta rule in float32 all the same): its float32
+    is off by 1e-5 on the shortest prompts, which would leave no room for the engine's own rounding."""
+    model = make_qwen3_5(folder, **options)
+    exact = copy.deepcopy(model).double()
+    prompts = [prompt(length, seed=length) for length in lengths]
+    outputs = [reference_greedy(exact, ids, STEPS, (EOS,)) for ids in prompts]
+    return Reference(folder, model, prompts, [ids for ids, _ in outputs], [logits for _, logits in outputs])

@@ -16,16 +16,17 @@ from safetensors.torch import load_file, save_file
 
 from engine.api import LLM, CheckpointError, SamplingParams
 from engine.kernels import gated_attention, gdn, norm_centred
+from engine.kernels.conv import conv_decode_reference
 from engine.models import qwen3_5
 from engine.models.config import ModelConfig, read_config
 from engine.request import Request
 from engine.scheduler import Row, Step
 from tests.engine.checkpoints import VOCAB, prompt, reference_greedy
 from tests.engine.conftest import Reference
-from tests.engine.qwen3_5_checkpoint import make_qwen3_5
+from tests.engine.qwen3_5_checkpoint import make_qwen3_5, refer
 from tests.engine.serving import check_parity, relative_l2, serve
 
-LENGTHS, STEPS = (1, 2, 5, 33, 70, 140), 24
+LENGTHS = (1, 2, 5, 33, 70, 140)
 Patch = pytest.MonkeyPatch
 
 
@@ -38,16 +39,6 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Reference:
     return refer(tmp_path_factory.mktemp("text"), (1, 5, 33, 70))
-
-
-def refer(folder: Path, lengths: Sequence[int], **options: Any) -> Reference:
-    """Greedy ids and logits of the model in float64 (transformers computes norms and delta rule in float32 all the same): its float32
-    is off by 1e-5 on the shortest prompts, which would leave no room for the engine's own rounding."""
-    model = make_qwen3_5(folder, **options)
-    exact = copy.deepcopy(model).double()
-    prompts = [prompt(length, seed=length) for length in lengths]
-    outputs = [reference_greedy(exact, ids, STEPS, (2,)) for ids in prompts]
-    return Reference(folder, model, prompts, [ids for ids, _ in outputs], [logits for _, logits in outputs])
 
 
 def test_the_checkpoint_is_sensitive(text: Reference) -> None:
@@ -207,13 +198,13 @@ def test_the_chunked_form_equals_the_recurrent_one(similar: float) -> None:
 def test_both_forms_equal_transformers() -> None:
     from transformers.models.qwen3_5 import modeling_qwen3_5 as theirs
 
-    query, key, value, g, beta = random_rule(2, 32, seed=9)
-    batched = [part.unsqueeze(0) for part in (query, key, value, g, beta)]
+    inputs = random_rule(2, 32, seed=9)
+    batched = [part.unsqueeze(0) for part in inputs]
     chunk, last = theirs.torch_chunk_gated_delta_rule(*batched, output_final_state=True, use_qk_l2norm_in_kernel=True)
     token, _ = theirs.torch_recurrent_gated_delta_rule(*batched, output_final_state=True, use_qk_l2norm_in_kernel=True)
     for form in (gdn.chunked_reference, gdn.recurrent_reference):
         state = torch.zeros(4, 32, 32)
-        found = form(query, key, value, g, beta, state)
+        found = form(*inputs, state)
         assert relative_l2(found, chunk[0]) <= 1e-5 and relative_l2(found, token[0]) <= 1e-5
         assert relative_l2(state.transpose(1, 2), last[0]) <= 1e-5
 
@@ -288,8 +279,7 @@ def test_a_config_that_is_not_computed_exactly_is_refused(tmp_path: Path, field:
 
 def state_not_reset(patch: Patch) -> None:
     """A request begins with what its slot's last owner left in the recurrent state."""
-    zeroed = gdn.gdn_prefill_reference
-    recurrent = gdn.conv_chunk_reference
+    zeroed, recurrent = gdn.gdn_prefill_reference, gdn.conv_chunk_reference
 
     def faulty(projected: torch.Tensor, weights: Any, state: Any, slot: int, first: bool) -> torch.Tensor:
         if not first:
@@ -329,8 +319,7 @@ def conv_state_off_by_one(patch: Patch) -> None:
 
 def conv_reads_one_ahead(patch: Patch) -> None:
     """The convolution's taps in the wrong order."""
-    conv = gdn.conv_decode_reference
-    patch.setattr(gdn, "conv_decode_reference", lambda inputs, weight, *rest: conv(inputs, weight.flip(1), *rest))
+    patch.setattr(gdn, "conv_decode_reference", lambda inputs, weight, *rest: conv_decode_reference(inputs, weight.flip(1), *rest))
 
 
 def beta_without_sigmoid(patch: Patch) -> None:
