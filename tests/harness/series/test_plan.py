@@ -51,7 +51,7 @@ def test_the_digest_follows_every_change(tmp_path: Path) -> None:
     assert first["digest"] == again["digest"] != other["digest"]
 
 
-@pytest.mark.parametrize(("series", "legs"), [("qwen3-4b", 18), ("qwen3.5-4b", 18), ("quick", 12), ("smollm2", 30)])
+@pytest.mark.parametrize(("series", "legs"), [("qwen3-4b", 18), ("qwen3.5-4b", 18), ("quick", 12), ("smollm2", 21)])
 def test_the_series_of_the_house_plan(series: str, legs: int, capsys: pytest.CaptureFixture[str]) -> None:
     assert _run(["plan", str(ROOT / "legs" / "series" / f"{series}.toml"), "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)
