@@ -13,11 +13,12 @@ constexpr int LANES = 16;
 #else
 constexpr int LANES = 8;
 #endif
-typedef float Vector __attribute__((vector_size(LANES * sizeof(float)), aligned(4), may_alias));
+typedef float Vector __attribute__((vector_size(LANES * sizeof(float)), may_alias));
+typedef float Anywhere __attribute__((vector_size(LANES * sizeof(float)), aligned(4), may_alias));  // a vector in memory of any alignment
 typedef int32_t Integers __attribute__((vector_size(LANES * sizeof(int32_t)), may_alias));
 
-inline Vector load(const float* from) { return *reinterpret_cast<const Vector*>(from); }
-inline void store(float* to, Vector value) { *reinterpret_cast<Vector*>(to) = value; }
+inline Vector load(const float* from) { return *reinterpret_cast<const Anywhere*>(from); }
+inline void store(float* to, Vector value) { *reinterpret_cast<Anywhere*>(to) = value; }
 inline Vector all(float value) { return value - Vector{}; }
 
 inline float sum(Vector v) {
