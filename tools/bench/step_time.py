@@ -39,6 +39,7 @@ from legs.protocol import read_corpus, to_gzip, to_json
 from tools.bench import levers, platform_gpu
 from tools.bench.gpu_tests import device
 from tools.bench.make_checkpoint import SEED, SHAPES, config, tensors
+from tools.bench.qwen3_5_shape import Draw
 
 SHAPE = "qwen3-4b"
 OPTIONS: dict[str, Any] = {
@@ -61,7 +62,8 @@ def write_checkpoint(folder: Path) -> float:
     began = time.monotonic()
     generator = torch.Generator("cuda").manual_seed(SEED)
 
-    def draw(size: tuple[int, ...], std: float) -> torch.Tensor:
+    def draw(size: tuple[int, ...], std: Draw) -> torch.Tensor:
+        assert isinstance(std, float)  # a dense model has nothing drawn from a range
         if std < 0:
             return torch.full(size, -std, dtype=torch.bfloat16)
         return (torch.randn(size, generator=generator, device="cuda") * std).bfloat16().cpu()
@@ -279,7 +281,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as scratch:
         write_checkpoint(Path(scratch))
         torch.cuda.empty_cache()
-        for name, extra in (("depth2", {"depth": 2}), ("depth1", {"depth": 1}), ("eager", {"depth": 2, "enforce_eager": True})):
+        modes: dict[str, dict[str, Any]] = {"depth2": {"depth": 2}, "depth1": {"depth": 1}, "eager": {"depth": 2, "enforce_eager": True}}
+        for name, extra in modes.items():
             began = time.monotonic()
             llm = LLM(scratch, **OPTIONS, **extra)
             torch.cuda.synchronize()
