@@ -38,15 +38,16 @@ class Launch:
 def launch(arm: Mapping[str, Any], stage: Path, model: Path, oracle: Oracle | None, root: Path) -> Launch:
     """The command of one arm of the plan (an entry of its `arms`).
 
-    Our arms run in this interpreter with `-S`: a development install puts the repository on the search path by a `.pth` file, and an
-    arm must see the staged copy only.
+    Whatever runs in this interpreter runs with `-S`: a development install puts the repository on the search path, and an arm must see
+    the staged copy only.
     """
     module = f"legs.drivers.{arm['driver']}"
-    if oracle is None:
-        python, flags, sites = sys.executable, ["-S", "-P"], package_folders()
-    else:
-        site = oracle_site(oracle, root)
-        python, flags, sites = str(oracle_python(oracle, root)), ["-P"], [str(site)] if site else []
+    python = sys.executable if oracle is None else str(oracle_python(oracle, root))
+    site = oracle_site(oracle, root) if oracle is not None else None
+    sites = [str(site)] if site else []
+    flags = ["-P"]
+    if oracle is None or (site and python == sys.executable):
+        flags, sites = ["-S", "-P"], [*sites, *package_folders()]
     environment = {name: os.environ[name] for name in PASSED if name in os.environ}
     chosen = resolve_oracle_env(os.environ) if oracle is not None and oracle.machine.accelerator == "cuda" else None
     environment |= {**FIXED, **(chosen.variables if chosen else {}), **arm["environment"]}
