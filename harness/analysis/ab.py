@@ -134,13 +134,15 @@ def judge(axis: Axis, found: Difference, margin: float) -> tuple[Axis, Neutralit
 
 
 def neutrality(axis: Axis, margin: float) -> Neutrality | None:
-    """The gap of an axis beside its noise; None when the axis has no interval."""
+    """The gap of an axis beside its noise; None when the axis has no interval or an arm's spread is not known."""
     if axis.interval is None or axis.ratio is None or axis.lower is None or axis.upper is None:
+        return None
+    spreads = axis.spread_ours, axis.spread_base
+    if spreads[0] is None or spreads[1] is None:
         return None
     gap = abs(axis.ratio - 1)
     ratios = [ratio for ratio in axis.per_block if ratio is not None]
-    spreads = axis.spread_ours, axis.spread_base
-    inside = gap <= max(spread or 0.0 for spread in spreads)
+    inside = gap <= max(spreads[0], spreads[1])
     mixed = any(ratio > 1 for ratio in ratios) and any(ratio < 1 for ratio in ratios)
     return Neutrality(
         gap=gap, over_spread=(_over(gap, spreads[0]), _over(gap, spreads[1])),
