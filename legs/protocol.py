@@ -19,8 +19,10 @@ from __future__ import annotations
 import dataclasses
 import gzip
 import hashlib
+import itertools
 import json
 import os
+import struct
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -214,7 +216,7 @@ def read_request(folder: Path) -> LegRequest:
 
 
 def read_corpus(path: Path, expected_sha256: str | None = None) -> Corpus:
-    """Read a corpus file (gzipped JSON with the fields of :class:`Corpus`).
+    """Read a corpus file (gzipped JSON with the fields of :class:`Corpus`; prompts as ids, or as :func:`draw_prompts` draws them).
 
     Raises :class:`ProtocolError` when its hash is not the expected one, a field is missing or unknown, or :func:`check_corpus` refuses it.
     """
@@ -223,15 +225,30 @@ def read_corpus(path: Path, expected_sha256: str | None = None) -> Corpus:
     if expected_sha256 is not None and found != expected_sha256:
         raise ProtocolError(
             f"{path.name}: sha256 is {found}, {expected_sha256} was asked for; the corpus changed, restore it or make a new one")
+    return parse_corpus(path.name, data)
+
+
+def parse_corpus(name: str, data: bytes) -> Corpus:
+    """The corpus that a file's bytes hold, drawn where the file says how; `name` is for errors.  Raises as :func:`read_corpus`."""
     raw = json.loads(gzip.decompress(data))
     if wrong := sorted({field.name for field in dataclasses.fields(Corpus)} ^ raw.keys()):
-        raise ProtocolError(f"{path.name}: fields missing or unknown: {', '.join(wrong)}")
-    corpus = Corpus(
-        name=raw["name"], source=raw["source"], vocab_size=raw["vocab_size"],
-        prompts=tuple(map(tuple, raw["prompts"])), warmup=tuple(map(tuple, raw["warmup"])),
-    )
+        raise ProtocolError(f"{name}: fields missing or unknown: {', '.join(wrong)}")
+    for kind in ("prompts", "warmup"):
+        if isinstance(raw[kind], dict):
+            if raw[kind].keys() != {"seed", "below", "lengths"}:
+                raise ProtocolError(f"{name}: drawn {kind} have seed, below and lengths, not {', '.join(sorted(raw[kind])) or 'nothing'}")
+            raw[kind] = draw_prompts(**raw[kind])
+    corpus = Corpus(**raw | {kind: tuple(map(tuple, raw[kind])) for kind in ("prompts", "warmup")})
     check_corpus(corpus)
     return corpus
+
+
+def draw_prompts(seed: str, below: int, lengths: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    """Prompts of `lengths` ids each, uniform over 0..`below` - 1: SHAKE-256 of the seed's UTF-8 bytes, cut into little-endian words of
+    64 bits, each modulo `below`, in order.  Any language can do it, and the same ids come of it for ever."""
+    total = sum(lengths)
+    words = iter(struct.unpack(f"<{total}Q", hashlib.shake_256(seed.encode()).digest(8 * total)))
+    return tuple(tuple(word % below for word in itertools.islice(words, length)) for length in lengths)
 
 
 def check_corpus(corpus: Corpus) -> None:
@@ -246,9 +263,10 @@ def check_corpus(corpus: Corpus) -> None:
                 raise ProtocolError(f"{corpus.name}: {here} starts with the same 16 ids as {earlier}; a prefix cache could serve it")
 
 
-def corpus_bytes(corpus: Corpus) -> bytes:
-    """The corpus as a file: equal corpora give equal bytes."""
-    return to_gzip((json.dumps(dataclasses.asdict(corpus), sort_keys=True, separators=(",", ":")) + "\n").encode())
+def corpus_bytes(corpus: Corpus | Mapping[str, Any]) -> bytes:
+    """The corpus as a file, or one whose fields are given as the file has them: equal ones give equal bytes."""
+    fields = dataclasses.asdict(corpus) if isinstance(corpus, Corpus) else corpus
+    return to_gzip((json.dumps(fields, sort_keys=True, separators=(",", ":")) + "\n").encode())
 
 
 def write_traces(folder: Path, traces: list[Trace]) -> str:

@@ -1,6 +1,7 @@
 """The data that series are made of: corpora, references and specs agree with each other, by hash and by count."""
 
 import gzip
+import hashlib
 import json
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import pytest
 
 from harness.oracle import list_oracles
 from harness.series.spec import load_spec
-from legs.protocol import ProtocolError, read_corpus, sha256
+from legs.protocol import ProtocolError, corpus_bytes, draw_prompts, read_corpus, sha256
 from tools.bench import make_corpus, make_smollm2
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -55,9 +56,18 @@ def test_references_were_made_from_this_corpus_and_this_checkpoint(name: str) ->
 
 @pytest.mark.parametrize("name", ["qwen3-4b", "qwen3.5-4b"])
 def test_uniform_corpora_can_be_made_again(name: str) -> None:
-    corpus = read_corpus(ROOT / "legs" / "corpora" / f"{name}.json.gz")
-    assert make_corpus.CORPORA[name](name) == corpus
+    path = ROOT / "legs" / "corpora" / f"{name}.json.gz"
+    assert corpus_bytes(make_corpus.CORPORA[name](name)) == path.read_bytes()
+    corpus = read_corpus(path)
+    assert len(corpus.prompts) == 704
     assert {len(prompt) for prompt in corpus.prompts} == {1029, 1030}
+    assert max(map(max, corpus.prompts)) < make_corpus.CORPORA[name](name)["prompts"]["below"] < corpus.vocab_size
+
+
+def test_drawn_ids_are_what_any_language_would_draw() -> None:
+    stream = hashlib.shake_256(b"a seed").digest(48)
+    words = [int.from_bytes(stream[at: at + 8], "little") % 1000 for at in range(0, 48, 8)]
+    assert draw_prompts("a seed", 1000, [2, 4]) == (tuple(words[:2]), tuple(words[2:]))
 
 
 def test_a_frozen_corpus_is_never_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

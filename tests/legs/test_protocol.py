@@ -97,6 +97,16 @@ def test_a_corpus_with_a_missing_field_is_named(tmp_path: Path) -> None:
         protocol.read_corpus(tmp_path / "x.json.gz")
 
 
+def test_drawn_prompts_say_all_that_draws_them(tmp_path: Path) -> None:
+    path = tmp_path / "x.json.gz"
+    recipe = {"seed": "s", "below": 90, "lengths": [3, 2]}
+    path.write_bytes(protocol.corpus_bytes(dataclasses.asdict(CORPUS) | {"prompts": recipe}))
+    assert protocol.read_corpus(path).prompts == protocol.draw_prompts("s", 90, [3, 2])
+    path.write_bytes(protocol.corpus_bytes(dataclasses.asdict(CORPUS) | {"prompts": {"seed": "s", "lengths": [3]}}))
+    with pytest.raises(ProtocolError, match=r"x\.json\.gz: drawn prompts have seed, below and lengths, not lengths, seed"):
+        protocol.read_corpus(path)
+
+
 def test_a_result_must_answer_its_request() -> None:
     result: dict[str, Any] = {name: kind() for name, kind in protocol.RESULT_FIELDS.items() if isinstance(kind, type)}
     result |= {"protocol": 1, "leg": REQUEST.leg, "arm": "pin"}

@@ -12,16 +12,17 @@ import random
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
-from legs.protocol import Corpus, ProtocolError, check_corpus, corpus_bytes, sha256, write_atomic
+from legs.protocol import ProtocolError, corpus_bytes, parse_corpus, sha256, write_atomic
 from tools.bench.checkpoint import MODELS
 from tools.bench.make_smollm2 import NAME as SMOLLM2
 
 ROOT = Path(__file__).resolve().parents[2]
 SEED = 20260726
 PROMPT_IDS = 128
-SOURCE_PROMPT_IDS = 131_784
-"""Prompt ids of the workload that the Qwen series repeat: 128 prompts of 1029 or 1030 ids."""
+SOURCE_PROMPTS, SOURCE_PROMPT_IDS = 128, 131_784
+"""The workload that the Qwen series repeat: 128 prompts of 1029 or 1030 ids."""
 
 
 def smollm2_windows(vocabulary: Path) -> Iterator[tuple[int, ...]]:
@@ -43,7 +44,7 @@ def smollm2_windows(vocabulary: Path) -> Iterator[tuple[int, ...]]:
                 yield tuple(ids[:PROMPT_IDS])
 
 
-def smollm2(name: str, prompts: int, warmup: int) -> Corpus:
+def smollm2(name: str, prompts: int, warmup: int) -> dict[str, Any]:
     """`prompts` + `warmup` windows drawn from Python's own documentation."""
     vocabulary = ROOT / MODELS / SMOLLM2 / "tokenizer.json"
     if not vocabulary.exists():
@@ -52,26 +53,25 @@ def smollm2(name: str, prompts: int, warmup: int) -> Corpus:
     chosen = random.Random(SEED).sample(list(windows.values()), prompts + warmup)
     source = (f"Reference topics of Python {platform.python_version()} (module pydoc_data.topics, PSF license), windows of {PROMPT_IDS} "
               f"ids from paragraph starts by the tokenizer of {SMOLLM2}, seed {SEED}")
-    return Corpus(name=name, source=source, vocab_size=49_152, prompts=tuple(chosen[:prompts]), warmup=tuple(chosen[prompts:]))
+    return {"name": name, "source": source, "vocab_size": 49_152, "prompts": chosen[:prompts], "warmup": chosen[prompts:]}
 
 
-def uniform(name: str, vocab_size: int, first_special: int) -> Corpus:
-    """128 prompts of random ids, 131,784 in all, and 32 warm-up prompts of 256; no id at or above `first_special` is drawn."""
-    dice = random.Random(SEED)
-    shorter, longer = divmod(SOURCE_PROMPT_IDS, 128)
-    lengths = [shorter + (index < longer) for index in range(128)]
-    dice.shuffle(lengths)
+def uniform(name: str, vocab_size: int, first_special: int) -> dict[str, Any]:
+    """704 prompts of random ids and 32 warm-up prompts of 256; no id at or above `first_special` is drawn.
 
-    def draw(length: int) -> tuple[int, ...]:
-        return tuple(dice.randrange(first_special) for _ in range(length))
+    The first 128 have 131,784 ids; their lengths, in their order, come again and again.
+    """
+    shorter, longer = divmod(SOURCE_PROMPT_IDS, SOURCE_PROMPTS)
+    lengths = [shorter + (index < longer) for index in range(SOURCE_PROMPTS)]
+    random.Random(SEED).shuffle(lengths)
+    kinds = {"prompts": (lengths * 6)[:704], "warmup": [256] * 32}
+    return {
+        "name": name, "source": f"ids drawn uniformly from 0..{first_special - 1}", "vocab_size": vocab_size,
+        **{kind: {"seed": f"{name} {kind} {SEED}", "below": first_special, "lengths": sizes} for kind, sizes in kinds.items()},
+    }
 
-    return Corpus(
-        name=name, source=f"ids drawn uniformly from 0..{first_special - 1}, seed {SEED}", vocab_size=vocab_size,
-        prompts=tuple(map(draw, lengths)), warmup=tuple(draw(256) for _ in range(32)),
-    )
 
-
-CORPORA: dict[str, Callable[[str], Corpus]] = {
+CORPORA: dict[str, Callable[[str], dict[str, Any]]] = {
     "smollm2-quick": lambda name: smollm2(name, 16, 4),
     "smollm2": lambda name: smollm2(name, 64, 16),
     "qwen3-4b": lambda name: uniform(name, 151_936, 151_643),
@@ -83,13 +83,13 @@ CORPORA: dict[str, Callable[[str], Corpus]] = {
 def make(name: str, folder: Path) -> str:
     """Write corpus `name` into `folder` unless the same bytes are there; return its SHA-256.  Raises :class:`ProtocolError` otherwise."""
     corpus = CORPORA[name](name)
-    check_corpus(corpus)
     data = corpus_bytes(corpus)
+    parse_corpus(name, data)
     path = folder / f"{name}.json.gz"
     if not path.exists():
         write_atomic(path, data)
     elif path.read_bytes() != data:
-        raise ProtocolError(f"{path.name}: sha256 {sha256(path.read_bytes())} is there, {sha256(data)} would be made ({corpus.source}); "
+        raise ProtocolError(f"{path.name}: sha256 {sha256(path.read_bytes())} is there, {sha256(data)} would be made ({corpus['source']}); "
                             "a frozen corpus is not replaced: move it away if a new one is meant")
     return sha256(data)
 
