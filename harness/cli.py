@@ -237,12 +237,16 @@ def records_check(base: Annotated[str | None, typer.Option(help="A commit whose 
 
 
 @oracle_app.command("install")
-def oracle_install(name: Annotated[str, typer.Argument(help="An oracle of `parity oracle list`.")]) -> int:
-    """Build an oracle's own environment from its lock file; does nothing when it is there already."""
-    from harness.oracle import install_oracle, load_oracle
+def oracle_install(
+    name: Annotated[str, typer.Argument(help="An oracle of `parity oracle list`.")],
+    kit: Annotated[Path | None, typer.Option(help="Folder of a kit, for a machine without a package index.")] = None,
+) -> int:
+    """Build an oracle's own environment from its lock file, or from a kit; does nothing when it is there already."""
+    from harness.oracle import load_oracle
+    from harness.oracle_install import install_oracle
 
     root = repository_root()
-    install_oracle(load_oracle(name, root), root, lambda line: err_console.print(line, markup=False, highlight=False))
+    install_oracle(load_oracle(name, root), root, lambda line: err_console.print(line, markup=False, highlight=False), kit)
     return Exit.PASS
 
 

@@ -1,4 +1,4 @@
-"""The pinned vLLM builds: what a pin is (legs/oracles/NAME.toml), how its environment is made, and which role a leg of it had.
+"""The pinned vLLM builds: what a pin is (legs/oracles/NAME.toml), where its environment lies, and which role a leg of it had.
 
 An oracle file is the only place that names a version.  Its environment lies in .oracles/NAME, apart from ours.
 """
@@ -6,22 +6,21 @@ An oracle file is the only place that names a version.  Its environment lies in 
 from __future__ import annotations
 
 import functools
-import json
 import platform
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from harness.oracle_role import role_of, wrong_identity
+from harness.oracle_role import role_of
 from harness.strict import SpecError, build, read_toml
 from legs.protocol import sha256
 
 __all__ = [
-    "Oracle", "OracleError", "describe_oracle", "install_oracle", "list_oracles", "load_oracle", "oracle_python", "oracle_site", "role_of",
+    "Oracle", "OracleError", "describe_oracle", "list_oracles", "load_oracle", "oracle_python", "oracle_site", "role_of",
 ]
 
 SCHEMA = 1
@@ -58,11 +57,13 @@ class Machine:
 
 @dataclass(frozen=True, kw_only=True)
 class Obtain:
-    """`lock`: an environment built from a lock of hashed wheels.  `site`: a folder of packages beside the machine's own interpreter."""
+    """`lock`: an environment built from a lock of hashed wheels.  `site`: a folder of packages beside the machine's own interpreter
+    and torch.  `lock` names the list of exact versions, a file beside the oracle's.
+    """
 
     way: str
     megabytes: int
-    lock: str | None = None
+    lock: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +96,6 @@ def load_oracle(name: str, root: Path) -> Oracle:
         ("schema", oracle.schema, oracle.schema == SCHEMA, f"this version reads schema {SCHEMA}"),
         ("name", oracle.name, oracle.name == name, "must be the file's own name"),
         ("obtain.way", obtain.way, obtain.way in WAYS, f"one of {', '.join(WAYS)}"),
-        ("obtain.lock", obtain.lock, (obtain.lock is not None) == (obtain.way == "lock"), "way `lock` needs it, `site` has none"),
         ("machine.accelerator", accelerator, accelerator in ACCELERATORS, f"one of {', '.join(ACCELERATORS)}"),
         ("production.enforce_eager", eager, isinstance(eager, bool), "true or false: it tells the roles `pin` and `eager` apart"),
     ):
@@ -120,17 +120,12 @@ def oracle_folder(oracle: Oracle, root: Path) -> Path:
 def oracle_python(oracle: Oracle, root: Path) -> Path:
     """The interpreter that runs this oracle.  Raises :class:`OracleError` when its environment is missing, unfinished or outdated."""
     folder = oracle_folder(oracle, root)
-    if oracle.obtain.way == "site":
-        if not (folder / oracle.identity.engine).is_dir():
-            raise OracleError(f"oracle {oracle.name} is not installed: unpack its packages into .oracles/{oracle.name} on a machine with "
-                              f"CPython {oracle.machine.python} and torch {oracle.identity.torch}")
-        return _interpreter(oracle)
-    python, stamp = folder / "bin" / "python", folder / STAMP
-    if not python.exists() or not stamp.is_file():
+    stamp = folder / STAMP
+    if not stamp.is_file():
         raise OracleError(f"oracle {oracle.name} is not installed: run `parity oracle install {oracle.name}`")
-    if stamp.read_text().strip() != sha256(_lock(oracle, root).read_bytes()):
+    if stamp.read_text().strip() != sha256(oracle_lock(oracle, root).read_bytes()):
         raise OracleError(f"oracle {oracle.name} was installed from another lock: run `parity oracle install {oracle.name}`")
-    return python
+    return site_interpreter(oracle) if oracle.obtain.way == "site" else folder / "bin" / "python"
 
 
 def oracle_site(oracle: Oracle, root: Path) -> Path | None:
@@ -180,13 +175,13 @@ def this_machine() -> dict[str, Any]:
         lines = (line for line in info.read_text(encoding="utf-8", errors="replace").splitlines() if line.startswith("flags"))
         flags = next(lines, "").partition(":")[2].split()
     return {
-        "machine": platform.machine(), "cpu_flags": flags, "cuda": Path("/proc/driver/nvidia/version").exists(), "pythons": _pythons(),
+        "machine": platform.machine(), "cpu_flags": flags, "cuda": Path("/proc/driver/nvidia/version").exists(), "pythons": pythons(),
     }
 
 
 @functools.cache
-def _pythons() -> dict[str, str]:
-    """CPython interpreters here, ours first, each asked for its own version (a shim on PATH may lead nowhere)."""
+def pythons() -> dict[str, str]:
+    """{version: path} of CPython interpreters here, ours first, each asked for its own version (a shim on PATH may lead nowhere)."""
     found: dict[str, str] = {}
     own = getattr(sys, "_base_executable", None) or sys.executable
     for candidate in (own, *map(shutil.which, ("python3.11", "python3.12", "python3.13", "python3"))):
@@ -202,83 +197,15 @@ def _pythons() -> dict[str, str]:
     return found
 
 
-def _interpreter(oracle: Oracle) -> Path:
+def site_interpreter(oracle: Oracle) -> Path:
     """For packages that lie beside the machine's own torch: the interpreter that runs this, for it sees that torch, else another of the
     right version."""
     if reasons := refusals(oracle):
         raise OracleError(f"oracle {oracle.name} cannot run here: {'; '.join(reasons)}")
     own = ".".join(platform.python_version_tuple()[:2]) == oracle.machine.python
-    return Path(sys.executable if own else _pythons()[oracle.machine.python])
+    return Path(sys.executable if own else pythons()[oracle.machine.python])
 
 
-def _lock(oracle: Oracle, root: Path) -> Path:
-    return oracles_folder(root) / str(oracle.obtain.lock)
-
-
-def install_oracle(oracle: Oracle, root: Path, progress: Callable[[str], None]) -> None:
-    """Build .oracles/NAME from its lock, or do nothing when that is done.  Safe to run again after any failure.
-
-    Raises :class:`OracleError` when this machine is not one the lock is for (nothing is touched then), when pip fails, or when the
-    result is not what the oracle file says.
-    """
-    if reasons := refusals(oracle):
-        raise OracleError(f"oracle {oracle.name} cannot be installed here: {'; '.join(reasons)}")
-    if oracle.obtain.way != "lock":
-        raise OracleError(f"oracle {oracle.name} is not installed by this command: its packages are unpacked into .oracles/{oracle.name}")
-    folder, lock = oracle_folder(oracle, root), _lock(oracle, root)
-    digest = sha256(lock.read_bytes())
-    if describe_oracle(oracle, root)["installed"]:
-        progress(f"{oracle.name}: installed already")
-        return
-    if folder.exists():
-        progress(f"{oracle.name}: removing an unfinished or outdated environment")
-        shutil.rmtree(folder)
-    progress(f"{oracle.name}: making the environment")
-    _run([_pythons()[oracle.machine.python], "-m", "venv", str(folder)], "venv", progress)
-    _pip(oracle, folder, lock, progress)
-    progress(f"{oracle.name}: checking what was installed")
-    _verify(oracle, folder, root)
-    (folder / STAMP).write_text(digest + "\n")
-    progress(f"{oracle.name}: ready ({oracle.identity.distribution} {oracle.identity.version})")
-
-
-def _pip(oracle: Oracle, folder: Path, lock: Path, progress: Callable[[str], None]) -> None:
-    total = sum(1 for line in lock.read_text().splitlines() if "==" in line and not line.startswith("#"))
-    seen = 0
-
-    def count(line: str) -> None:
-        nonlocal seen
-        if line.startswith("Collecting "):
-            seen += 1
-            progress(f"{oracle.name}: {seen} of {total}: {line.split()[1]}")
-        elif line.startswith("Installing"):
-            progress(f"{oracle.name}: unpacking {total} packages, {oracle.obtain.megabytes} MB (a minute or two)")
-
-    _run([str(folder / "bin" / "python"), "-m", "pip", "install", "--no-deps", "--require-hashes", "--disable-pip-version-check",
-          "--progress-bar", "off", "--requirement", str(lock)], "pip", count)
-
-
-def _run(command: list[str], what: str, line: Callable[[str], None]) -> None:
-    """Run `command`, hand each line of its output to `line`; raise :class:`OracleError` with its last words when it fails."""
-    last: list[str] = []
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
-        assert process.stdout is not None
-        for text in process.stdout:
-            last = [*last[-7:], text.rstrip()]
-            line(text.rstrip())
-    if process.returncode:
-        raise OracleError(
-            f"{what} failed with exit code {process.returncode}: {' | '.join(last)}. Packages come from where pip is configured to look; "
-            "a CPU build of torch is on no default index: name a place that has it in PIP_FIND_LINKS or PIP_EXTRA_INDEX_URL")
-
-
-def _verify(oracle: Oracle, folder: Path, root: Path) -> None:
-    """Have the new interpreter tell its identity, by the code that a leg tells it with, and compare it with the oracle file."""
-    code = "import json; from legs.drivers.vllm import identity; print(json.dumps(identity('vllm')))"
-    environment = {"PYTHONPATH": str(root), "PATH": "/usr/bin:/bin"}
-    asked = subprocess.run([str(folder / "bin" / "python"), "-P", "-c", code], env=environment, capture_output=True, text=True, check=False)
-    if asked.returncode:
-        raise OracleError(f"oracle {oracle.name}: the new interpreter fails: {asked.stderr.strip().splitlines()[-1:]}")
-    told = json.loads(asked.stdout)
-    if reasons := wrong_identity(oracle, {**told, "name": oracle.identity.engine, "version": told["distribution_version"]}):
-        raise OracleError(f"oracle {oracle.name}: what was installed is not what its file says: {'; '.join(reasons)}")
+def oracle_lock(oracle: Oracle, root: Path) -> Path:
+    """The list of exact versions that its environment is built from."""
+    return oracles_folder(root) / oracle.obtain.lock

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
+import tarfile
 from pathlib import Path
 
 import pytest
 
+from harness.oracle_install import KIT_ARCHIVE
 from tools.bench import oracle_kit
 from tools.bench.oracle_kit import ENTRY_HEADER, FAT_HEADER, FAT_MAGIC, KitError, main, prune_device_code, read_pins
 
@@ -72,33 +73,23 @@ def test_a_release_without_what_is_left_out_is_refused(tmp_path: Path) -> None:
         oracle_kit.reduce(tmp_path)
 
 
-def kit(tmp_path: Path) -> Path:
-    """A kit of one file, packed as the tool packs."""
-    site, folder = tmp_path / "site", tmp_path / "kit"
+def test_a_packed_site_is_whole_and_the_same_each_time(tmp_path: Path) -> None:
+    site = tmp_path / "site"
     site.mkdir()
-    folder.mkdir()
     (site / "module.py").write_text("value = 1\n")
-    oracle_kit.pack(site, folder / oracle_kit.ARCHIVE)
-    (folder / oracle_kit.IDENTITY).write_text(json.dumps({"sha256": oracle_kit.file_sha256(folder / oracle_kit.ARCHIVE)}))
-    return folder
-
-
-def test_pack_and_unpack_are_inverse(tmp_path: Path) -> None:
-    assert main(["unpack", str(kit(tmp_path)), str(tmp_path / "out")]) == 0
-    assert (tmp_path / "out" / "module.py").read_text() == "value = 1\n"
-
-
-def test_a_changed_archive_is_refused_before_unpacking(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = kit(tmp_path)
-    with (folder / oracle_kit.ARCHIVE).open("ab") as archive:
-        archive.write(b"\0")
-    assert main(["unpack", str(folder), str(tmp_path / "out")]) == 1
-    assert "sha256" in capsys.readouterr().err and not (tmp_path / "out").exists()
+    for name in ("a", "b"):
+        oracle_kit.pack(site, tmp_path / name)
+    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
+    with tarfile.open(tmp_path / "a") as archive:
+        found = archive.extractfile("./module.py")
+        assert found is not None and found.read() == b"value = 1\n"
 
 
 def test_a_kit_is_never_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = kit(tmp_path)
+    folder = tmp_path / "kit"
+    folder.mkdir()
+    (folder / KIT_ARCHIVE).write_bytes(b"packed")
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("nothing may run"))
-    before = (folder / oracle_kit.ARCHIVE).read_bytes()
+    before = (folder / KIT_ARCHIVE).read_bytes()
     assert main(["build", str(folder), "--pins", str(ROOT / oracle_kit.PINS)]) == 1
-    assert (folder / oracle_kit.ARCHIVE).read_bytes() == before
+    assert (folder / KIT_ARCHIVE).read_bytes() == before

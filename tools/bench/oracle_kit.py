@@ -1,7 +1,7 @@
 """Pack the pinned CUDA vLLM into one archive small enough to carry to a machine with no network, and unpack it there.
 
     python -m tools.bench.oracle_kit build FOLDER       # FOLDER/kit.tar.xz and FOLDER/kit.json
-    python -m tools.bench.oracle_kit unpack FOLDER SITE # checks the archive's hash, then SITE is a folder for the arm's search path
+    parity oracle install vllm-cuda --kit FOLDER        # where the kit was carried to
 
 The packages come from the package index by name and version (legs/oracles/vllm-cuda.pins).  A kit is not vLLM as published: kit.json lists
 what it leaves out, and why one Hopper card serving a dense or hybrid model in bf16 never loads it.  Evidence made with a kit says so.
@@ -10,7 +10,6 @@ what it leaves out, and why one Hopper card serving a dense or hybrid model in b
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shutil
 import struct
@@ -21,11 +20,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from harness.oracle_install import KIT_ARCHIVE, KIT_IDENTITY
 from legs.protocol import sha256, to_json
 from tools.bench.checkpoint import file_sha256
 
 PINS = Path("legs/oracles/vllm-cuda.pins")
-ARCHIVE, IDENTITY = "kit.tar.xz", "kit.json"
 PYTHON = "3.12"
 GLIBC_MINORS = (5, 17, 24, 26, 27, 28, 31, 34, 35)
 PLATFORMS = (*(f"manylinux_2_{minor}_x86_64" for minor in GLIBC_MINORS), "manylinux2014_x86_64", "manylinux1_x86_64")
@@ -163,55 +162,37 @@ def pack(site: Path, archive: Path) -> None:
 
 def build(folder: Path, pins_file: Path) -> None:
     """Make `folder`/kit.tar.xz and kit.json; refuses to replace a kit."""
-    if (folder / ARCHIVE).exists():
-        raise KitError(f"{folder / ARCHIVE}: exists already; remove it or name another folder")
+    if (folder / KIT_ARCHIVE).exists():
+        raise KitError(f"{folder / KIT_ARCHIVE}: exists already; remove it or name another folder")
     pins = read_pins(pins_file)
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as scratch:
         site = Path(scratch) / "site"
         install(site, pins)
         left_out = reduce(site)
-        packed = Path(scratch) / ARCHIVE
+        packed = Path(scratch) / KIT_ARCHIVE
         pack(site, packed)
-        shutil.move(packed, folder / ARCHIVE)
-    size = (folder / ARCHIVE).stat().st_size
+        shutil.move(packed, folder / KIT_ARCHIVE)
+    size = (folder / KIT_ARCHIVE).stat().st_size
     identity = {
         "pins": pins, "pins_sha256": sha256(pins_file.read_bytes()), "python": PYTHON, "architecture": ARCHITECTURE, "left_out": left_out,
-        "archive": ARCHIVE, "bytes": size, "sha256": file_sha256(folder / ARCHIVE),
+        "archive": KIT_ARCHIVE, "bytes": size, "sha256": file_sha256(folder / KIT_ARCHIVE),
     }
-    (folder / IDENTITY).write_bytes(to_json(identity))
-    print(f"{folder / ARCHIVE}: {size / 2**20:.1f} MiB, {len(left_out)} things left out, listed in {IDENTITY}")
-
-
-def unpack(folder: Path, site: Path) -> None:
-    """Check the kit in `folder` against its kit.json and unpack it into the new folder `site`."""
-    identity = json.loads((folder / IDENTITY).read_bytes())
-    if (found := file_sha256(folder / ARCHIVE)) != identity["sha256"]:
-        raise KitError(f"{folder / ARCHIVE}: sha256 is {found}, {IDENTITY} says {identity['sha256']}; carry the kit over again")
-    if site.exists():
-        raise KitError(f"{site}: exists already; name a new folder")
-    site.mkdir(parents=True)
-    subprocess.run(["tar", "--extract", "--xz", "--no-same-owner", "--file", str(folder / ARCHIVE), "--directory", str(site)],
-                   check=True, env={**os.environ, "XZ_OPT": "-T0"})
+    (folder / KIT_IDENTITY).write_bytes(to_json(identity))
+    print(f"{folder / KIT_ARCHIVE}: {size / 2**20:.1f} MiB, {len(left_out)} things left out, listed in {KIT_IDENTITY}")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; 0, or 1 with a message."""
-    parser = argparse.ArgumentParser(prog="oracle_kit", description="Pack the pinned CUDA vLLM for an offline machine, or unpack it.")
+    parser = argparse.ArgumentParser(prog="oracle_kit", description="Pack the pinned CUDA vLLM for a machine without a package index.")
     commands = parser.add_subparsers(dest="command", required=True)
     making = commands.add_parser("build", help="make FOLDER/kit.tar.xz and FOLDER/kit.json")
     making.add_argument("folder", type=Path, metavar="FOLDER")
     making.add_argument("--pins", type=Path, default=PINS, help="file of name==version lines (default: %(default)s)")
-    opening = commands.add_parser("unpack", help="unpack the kit in FOLDER into the new folder SITE")
-    opening.add_argument("folder", type=Path, metavar="FOLDER")
-    opening.add_argument("site", type=Path, metavar="SITE")
     chosen = parser.parse_args(arguments)
     try:
-        if chosen.command == "build":
-            build(chosen.folder, chosen.pins)
-        else:
-            unpack(chosen.folder, chosen.site)
-    except (KitError, OSError, subprocess.CalledProcessError, json.JSONDecodeError, KeyError) as error:
+        build(chosen.folder, chosen.pins)
+    except (KitError, OSError, subprocess.CalledProcessError) as error:
         print(f"oracle_kit: {error}", file=sys.stderr)
         return 1
     return 0

