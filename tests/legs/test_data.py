@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SPECS = sorted((ROOT / "legs" / "series").glob("*.toml"))
 COUNTS = {
     "quick": (16, 2_048, 32, 4), "smollm2": (64, 8_192, 64, 16),
-    "qwen3-4b": (128, 131_784, 128, 32), "qwen3.5-4b": (128, 131_784, 128, 32),
+    "qwen3-4b": (128, 131_784, 128, 32), "qwen3.5-4b": (128, 131_784, 128, 32), "qwen3-4b-speed": (704, 724_809, 128, 32),
 }
 
 
