@@ -57,6 +57,7 @@ class LLM:
         self.blocks = BlockPool(self.resolved["num_blocks"], self.resolved["block_size"])
         self.scheduler = Scheduler(self.resolved["max_num_batched_tokens"], self.resolved["max_num_seqs"], self.blocks)
         self.runner = make_runner(built, self.resolved)
+        devices.return_freed()
         note("captured")
         self.loop = Loop(self.scheduler, self.runner, self.resolved["depth"])
         self._open: set[str] = set()

@@ -6,6 +6,8 @@ Two runners with the same acts: `Runner` for the host's own processor, `CardRunn
 from __future__ import annotations
 
 import gc
+import math
+import mmap
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -251,6 +253,6 @@ def gdn_states(config: ModelConfig, slots: int, dtype: torch.dtype, zeros: Calla
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Zeros whose pages come into memory when first written, so that a cache costs what is used of it."""
-    lazy = np.zeros(int(np.prod(shape)) * dtype.itemsize, dtype=np.uint8)
-    return torch.from_numpy(lazy).view(dtype).view(shape)
+    """Zeros whose pages come into memory when first written, so that a cache costs what is used of it (NumPy's come as huge pages)."""
+    lazy = mmap.mmap(-1, max(1, math.prod(shape) * dtype.itemsize))
+    return torch.frombuffer(lazy, dtype=dtype, count=math.prod(shape)).view(shape)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
+
 from engine.errors import ConfigError
 
 HOST, CARD = "cpu", "cuda"
@@ -27,6 +30,13 @@ def wake(device: str) -> None:
 
     if device == CARD:
         torch.cuda.synchronize()
+
+
+def return_freed() -> None:
+    """Give memory of the host that a start has used and freed back to the system, where the C library can (glibc's malloc_trim)."""
+    gc.collect()
+    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
+        trim(0)
 
 
 def cache_bytes(device: str) -> int:

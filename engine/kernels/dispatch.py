@@ -10,7 +10,8 @@ import torch
 from engine.kernels import activation, attention, gated_attention, gdn, norm, norm_centred, place, sample, streams
 from engine.kernels import linear as linear_kernels
 from engine.kernels.cpu import binding as compiled
-from engine.kernels.devices import CARD
+from engine.kernels.cpu.layers import Layers
+from engine.kernels.devices import CARD, HOST
 
 
 def backends(device: str, dtype: torch.dtype) -> dict[str, str]:
@@ -19,6 +20,11 @@ def backends(device: str, dtype: torch.dtype) -> dict[str, str]:
         return {"attention_backend": "triton", "linear_backend": "cublas"}
     name = (compiled.backend() if dtype == torch.float32 else None) or "torch-cpu"
     return {"attention_backend": name, "linear_backend": name}
+
+
+def serves_layers(layers: Layers, x: torch.Tensor) -> bool:
+    """Whether `layers` as a whole are there for the residual x [T, hidden]."""
+    return x.device.type == HOST and layers.serve(x.shape[0])
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 
 from engine.batch import Batch, SlotBatch
 from engine.kernels import dispatch as ops
+from engine.kernels.cpu.layers import Layers, LayerWeights
 from engine.layers.attention import Caches, paged_attention
 from engine.layers.rotary import rotary_table
 from engine.loader.load import Parameter
@@ -30,6 +31,9 @@ class Llama:
         self.scale = config.head_dim**-0.5
         self.cos, self.sin = (
             table.to(self.embed.device) for table in rotary_table(config.rope, config.head_dim, length, self.embed.dtype))
+        self.layers = Layers(
+            [self.layer_weights(i) for i in range(config.num_layers)], config.num_heads, config.num_kv_heads, config.head_dim,
+            config.norm_eps, self.scale)
 
     @classmethod
     def parameters(cls, config: ModelConfig) -> list[Parameter]:
@@ -68,6 +72,10 @@ class Llama:
         eps = self.config.norm_eps
         cos, sin = self.cos.index_select(0, batch.positions), self.sin.index_select(0, batch.positions)
         x = F.embedding(batch.token_ids, self.embed)
+        if isinstance(batch, Batch) and ops.serves_layers(self.layers, x):
+            self.layers.forward(
+                x, cos, sin, caches.keys_values, caches.block_tables, batch.slots, batch.positions, batch.cache_rows)
+            return ops.rms_norm(x[batch.sample_rows], self.weights["norm"], eps)
         normed = ops.rms_norm(x, self.weights["0.attention_norm"], eps)
         rows = slice(None) if batch.sample_rows is None else batch.sample_rows
         for i in range(self.config.num_layers):
@@ -94,6 +102,12 @@ class Llama:
     def head_norms(self, i: int) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Norm weights [D] of layer i's query and key heads, applied before the rotation; Llama has none."""
         return None
+
+    def layer_weights(self, i: int) -> LayerWeights:
+        """Layer i's weights as the host's library takes them."""
+        norms = self.head_norms(i) or (None, None)
+        names = ("qkv", "out", "mlp_norm", "gate_up", "down")
+        return LayerWeights(self.weights[f"{i}.attention_norm"], *norms, *(self.weights[f"{i}.{name}"] for name in names))
 
     def mlp(self, i: int, normed: torch.Tensor) -> torch.Tensor:
         return ops.swiglu(normed, self.weights[f"{i}.gate_up"], self.weights[f"{i}.down"])

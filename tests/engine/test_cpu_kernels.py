@@ -10,9 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.api import LLM
+from engine.api import LLM, SamplingParams
 from engine.kernels import activation, attention, dispatch, linear, norm, place
 from engine.kernels.cpu import binding, build
+from engine.score import TokenScores
+from tests.engine.checkpoints import ARCHITECTURES, make_checkpoint, prompt
 from tests.engine.conftest import Reference
 from tests.engine.serving import check_parity, relative_l2
 
@@ -153,6 +155,24 @@ def test_a_row_does_not_depend_on_the_others_or_on_the_threads(form: str, rows: 
     fewer = rows - 9
     assert torch.equal(binding.linear(x[9:].contiguous(), weight), whole[9:]) and fewer > 0
     assert torch.equal(binding.gate_up(x[9:].contiguous(), weight), binding.gate_up(x, weight)[9:])
+
+
+@pytest.mark.parametrize("kind", ARCHITECTURES)
+def test_layers_in_one_call_are_the_layers_one_by_one(form: str, kind: str, tmp_path: Path, monkeypatch: Patch) -> None:
+    """To the bit, for more tokens than pass through a layer together, for few, and over chunks."""
+    make_checkpoint(tmp_path, kind, max_position_embeddings=1500)
+    prompts = [prompt(length, seed=length) for length in (1200, 70, 5)]
+
+    def serve() -> tuple[list[list[int]], list[TokenScores]]:
+        llm = LLM(tmp_path, max_num_batched_tokens=1300, max_num_seqs=3, max_model_len=1400)
+        made = [one.token_ids for one in llm.generate(prompts, SamplingParams(max_tokens=6, ignore_eos=True))]
+        return made, llm.score([(prompt, ids) for prompt, ids in zip(prompts, made, strict=True)], top=3)
+
+    at_once = serve()
+    asked = []
+    monkeypatch.setattr(dispatch, "serves_layers", lambda layers, x: asked.append(x.shape[0]))
+    assert serve() == at_once
+    assert max(asked) == 1275 or form != "native"
 
 
 def test_the_engine_is_right_in_every_form(form: str, reference: Reference) -> None:

@@ -75,20 +75,28 @@ def length_off_by_one(patch: Patch) -> None:
     patch.setattr("engine.batch.length_mask", lambda lengths, longest, dtype: length_mask((lengths - 1).clamp(min=1), longest, dtype))
 
 
+def layer_by_layer(patch: Patch) -> None:
+    """Not a fault: has the model call one kernel after the other, where one of them can be replaced."""
+    patch.setattr(dispatch, "serves_layers", lambda layers, x: False)
+
+
 def reach_plus_one(patch: Patch) -> None:
     """Every token also sees the one after it, in the form that reads pages."""
+    layer_by_layer(patch)
     patch.setattr(dispatch, "attention_pages", lambda query, cache, tables, slots, positions, scale: binding.attention(
         query, cache, tables, slots, positions + 1, scale))
 
 
 def reach_minus_one(patch: Patch) -> None:
     """No token but the first sees itself, in the form that reads pages."""
+    layer_by_layer(patch)
     patch.setattr(dispatch, "attention_pages", lambda query, cache, tables, slots, positions, scale: binding.attention(
         query, cache, tables, slots, (positions - 1).clamp(min=0), scale))
 
 
 def residual_dropped(patch: Patch) -> None:
     """One of the adds before a norm loses the residual."""
+    layer_by_layer(patch)
     add_rms_norm, calls = dispatch.add_rms_norm, [0]
 
     def faulty(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:

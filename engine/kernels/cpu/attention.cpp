@@ -8,11 +8,13 @@
 
 namespace {
 
-// Where the keys of one request and KV head lie: `table` lists blocks of `size` tokens, `stride` floats from token to token.
+// Where the keys of one request lie: `table` lists blocks of `size` tokens, `stride` floats from token to token.  `fetch`: they are not in
+// a near cache yet, so whoever walks them first has the tokens after the next LANES fetched, all heads of them.
 struct Pages {
     const float* cache;
     const int64_t* table;
     int64_t size, stride;
+    bool fetch;
 };
 
 inline float largest(Vector v) {
@@ -45,17 +47,21 @@ template <int WIDTH, int HEADS>
 void attend(const float* query, const Pages& pages, int64_t key, int64_t value, int64_t length, float scale, float* out, float* scores,
             int64_t room) {
     constexpr int D = WIDTH * LANES;
-    const float* token[LANES];
+    const float* tokens[2][LANES];
     Integers lane;
     for (int i = 0; i < LANES; ++i) lane[i] = i;
     Vector top[HEADS], result[HEADS][WIDTH] = {}, total[HEADS] = {};
     for (auto& one : top) one = all(-1e30f);
     Walk keys{pages, length};
-    for (int64_t done = 0; done < length; done += LANES) {
-        const int count = keys.next(token);
+    int count = keys.next(tokens[0]), side = 0;
+    for (int64_t done = 0; done < length; done += LANES, side ^= 1) {
+        const float** token = tokens[side];
+        const bool more = done + LANES < length;
+        const int coming = more ? keys.next(tokens[side ^ 1]) : 0;
         Vector products[HEADS][LANES];
         for (int j = 0; j < LANES; ++j) {
-            for (int d = 0; d < D; d += 16) __builtin_prefetch(token[j] + value + d);
+            if (more && pages.fetch)
+                for (int64_t d = 0; d < pages.stride; d += 16) __builtin_prefetch(tokens[side ^ 1][j] + d, 0, 2);
             for (int h = 0; h < HEADS; ++h) {
                 products[h][j] = load(query + h * D) * load(token[j] + key);
                 for (int w = 1; w < WIDTH; ++w) products[h][j] += load(query + h * D + w * LANES) * load(token[j] + key + w * LANES);
@@ -66,10 +72,12 @@ void attend(const float* query, const Pages& pages, int64_t key, int64_t value, 
             top[h] = here > top[h] ? here : top[h];
             store(scores + h * room + done, here);
         }
+        count = coming;
     }
     for (auto& one : top) one = all(largest(one));
     Walk values{pages, length};
     for (int64_t done = 0; done < length; done += LANES) {
+        const float** token = tokens[0];
         const int count = values.next(token);
         for (int h = 0; h < HEADS; ++h) {
             float* weights = scores + h * room + done;
@@ -109,17 +117,20 @@ extern "C" void attention(const float* query, int64_t row, const float* cache, c
     const int64_t group = heads / kv_heads, stride = 2 * kv_heads * D, wide = D / LANES;
     const auto form = wide == 1 ? attend_group<1> : wide == 2 ? attend_group<2> : wide == 4 ? attend_group<4> : wide == 8 ? attend_group<8>
                     : wide == 16 ? attend_group<16> : attend_group<32>;
+    const int64_t TOGETHER = T > 64 ? 8 : 1;  // tokens a thread takes at once: of a prompt's chunk they share their keys
     const int64_t room = (width * size + LANES - 1) / LANES * LANES;
     static thread_local Scratch held;
 #pragma omp parallel
     {
         float* scores = held.get<float>(std::min<int64_t>(group, 4) * room);
-#pragma omp for schedule(dynamic, 4)
-        for (int64_t i = 0; i < T * kv_heads; ++i) {
-            const int64_t t = i / kv_heads, head = i % kv_heads;
-            const Pages pages{cache, tables + slots[t] * width, size, stride};
-            form(query + t * row + head * group * D, pages, head * D, (kv_heads + head) * D, positions[t] + 1, scale,
-                 out + (t * heads + head * group) * D, group, scores, room);
-        }
+#pragma omp for schedule(dynamic, 1)
+        for (int64_t i = 0; i < (T + TOGETHER - 1) / TOGETHER; ++i)
+            for (int64_t t = i * TOGETHER; t < std::min(T, (i + 1) * TOGETHER); ++t)
+                for (int64_t head = 0; head < kv_heads; ++head) {
+                    const bool first = head == 0 && (t == i * TOGETHER || slots[t] != slots[t - 1]);
+                    const Pages pages{cache, tables + slots[t] * width, size, stride, first};
+                    form(query + t * row + head * group * D, pages, head * D, (kv_heads + head) * D, positions[t] + 1, scale,
+                         out + (t * heads + head * group) * D, group, scores, room);
+                }
     }
 }

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -33,15 +35,20 @@ def serves_heads(query: torch.Tensor, cache: torch.Tensor) -> bool:
 
 def serves_rows(rows: int) -> bool:
     """Whether a product with so many rows is better done here than by PyTorch."""
+    return FEWEST_ROWS <= rows <= most_rows()
+
+
+def most_rows() -> int:
+    """Rows up to which products are better done here than by PyTorch; none without a library."""
     held = library()
-    return held is not None and FEWEST_ROWS <= rows <= held.most_rows()
+    return 0 if held is None else int(held.most_rows())
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """As `linear.linear_reference`."""
     rows, width = x.shape
     out = torch.empty(rows, weight.shape[0])
-    _call("linear", x, weight, out, rows, width, weight.shape[0])
+    call("linear", x, weight, out, rows, width, weight.shape[0])
     return out
 
 
@@ -49,21 +56,21 @@ def gate_up(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """silu(x W_gate^T) * (x W_up^T), x [T, K], weight [2 * inner, K] gates first -> [T, inner]."""
     rows, width = x.shape
     out = torch.empty(rows, weight.shape[0] // 2)
-    _call("swiglu", x, weight, out, rows, width, weight.shape[0] // 2)
+    call("swiglu", x, weight, out, rows, width, weight.shape[0] // 2)
     return out
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """As `norm.rms_norm_reference`, x [..., width]."""
     normed = torch.empty_like(x)
-    _call("add_rms_norm", x, None, weight, eps, normed, None, *x.view(-1, x.shape[-1]).shape)
+    call("add_rms_norm", x, None, weight, eps, normed, None, *x.view(-1, x.shape[-1]).shape)
     return normed
 
 
 def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
     """As `norm.add_rms_norm_reference`."""
     normed, total = torch.empty_like(x), torch.empty_like(x)
-    _call("add_rms_norm", x, residual, weight, eps, normed, total, *x.view(-1, x.shape[-1]).shape)
+    call("add_rms_norm", x, residual, weight, eps, normed, total, *x.view(-1, x.shape[-1]).shape)
     return normed, total
 
 
@@ -73,7 +80,7 @@ def place(
 ) -> None:
     """As `place.place_reference`."""
     query, key = norms or (None, None)
-    _call("place", qkv, qkv.shape[0], heads, cache.shape[2] // 2, qkv.shape[2], query, key, eps, cos, sin, cache, rows)
+    call("place", qkv, qkv.shape[0], heads, cache.shape[2] // 2, qkv.shape[2], query, key, eps, cos, sin, cache, rows)
 
 
 def attention(
@@ -82,16 +89,20 @@ def attention(
     """query [T, H, D], heads and D dense, attends to the first positions[t] + 1 tokens of slots[t], whose blocks are a row of `tables`."""
     (count, heads, dim), (_, block_size, twice_heads, _) = query.shape, cache.shape
     out = torch.empty(count, heads, dim)
-    _call("attention", query, query.stride(0), cache, tables, tables.stride(0), slots, positions, out, count, heads, twice_heads // 2, dim,
+    call("attention", query, query.stride(0), cache, tables, tables.stride(0), slots, positions, out, count, heads, twice_heads // 2, dim,
           block_size, scale)
     return out
 
 
-def _call(name: str, *arguments: torch.Tensor | float | int | None) -> None:
+def call(name: str, *arguments: Any) -> None:
+    """The library's function `name`: tensors go as their address, None as null, numbers as int64 or float, anything else as it is."""
     getattr(library(), name)(*map(_plain, arguments))
 
 
-def _plain(value: torch.Tensor | float | int | None) -> ctypes.c_void_p | ctypes.c_float | ctypes.c_int64:
+def _plain(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return ctypes.c_void_p(value.data_ptr())
-    return ctypes.c_float(value) if isinstance(value, float) else ctypes.c_void_p(None) if value is None else ctypes.c_int64(value)
+    return _NUMBERS.get(type(value), lambda same: same)(value)
+
+
+_NUMBERS: dict[type, Callable[[Any], Any]] = {float: ctypes.c_float, int: ctypes.c_int64, type(None): ctypes.c_void_p}

@@ -19,8 +19,8 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 
 FOLDER = Path(__file__).resolve().parent
-SOURCES = ("attention.cpp", "linear.cpp", "rows.cpp")
-HEADERS = ("vector.h",)
+SOURCES = ("attention.cpp", "layers.cpp", "linear.cpp", "linear_few.cpp", "linear_many.cpp", "rows.cpp")
+HEADERS = ("amx.h", "vector.h")
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-fPIC", "-fopenmp")
 CACHE = Path(".cache", "vllm-parity", "kernels")
 """Below the user's home."""
