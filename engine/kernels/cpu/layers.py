@@ -41,13 +41,14 @@ class Layers:
         self.dim = dim
         self._layers = (_Layer * len(weights))(*(
             _Layer(*(None if one is None else one.data_ptr() for one in layer)) for layer in weights))
+        self._plain = all(one.dtype == torch.float32 and one.is_contiguous() and one.device.type == "cpu"
+                          for layer in weights for one in layer if one is not None)
         inner, hidden = weights[0].gate_up.shape[0] // 2, weights[0].gate_up.shape[1]
         self._shape = _Shape(len(weights), hidden, heads, kv_heads, dim, inner, eps, scale)
 
     def serve(self, rows: int) -> bool:
         """Whether the library is there and does well with so many rows of float32 on the host."""
-        return (rows <= binding.most_rows() and self.dim in binding.HEAD_DIMS
-                and binding.serves(*(one for layer in self.held for one in layer if one is not None)))
+        return self._plain and self.dim in binding.HEAD_DIMS and rows <= binding.most_rows()
 
     def forward(
         self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, cache: torch.Tensor, tables: torch.Tensor, slots: torch.Tensor,
