@@ -61,6 +61,9 @@ COMMON_OPTIONS = (
 `load` is how weights reach memory: direct, staged, or default (the oracle's own way).  A driver reports each under the same name in
 `resolved`; the harness refuses a leg whose resolved value differs from a declared one."""
 
+FAULTS = {"busy": (0.001, 0.5), "stall": (1, 16), "token": (1, 4096), "copies": (2, 2), "leak_mib": (1, 4096), "kill": (1, 4096)}
+"""What option `inject`, a table of one fault, may hold and from where to where (legs/drivers/inject.py); calibrations alone may set it."""
+
 
 class ProtocolError(ValueError):
     """A request, corpus or result that breaks the contract; the message names file, field and value."""

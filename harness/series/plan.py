@@ -75,6 +75,7 @@ def make_plan(
         "verdict": {"primary": spec.verdict.primary, "margin": spec.verdict.margin},
         "idle": dataclasses.asdict(dataclasses.replace(limits, waived=tuple(waiver.check for waiver in spec.waivers))),
         "waivers": [dataclasses.asdict(waiver) for waiver in spec.waivers],
+        "calibration": spec.calibration,
         "leg_timeout_s": spec.limits.leg_timeout_s,
         "retries": RETRIES,
     }

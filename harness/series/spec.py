@@ -10,10 +10,11 @@ from typing import Any
 from harness.evidence.layout import NULL_ARM
 from harness.machine.idle_rule import WAIVABLE
 from harness.strict import SpecError, build, read_toml
-from legs.protocol import CLIENTS, COMMON_OPTIONS
+from legs.protocol import CLIENTS, COMMON_OPTIONS, FAULTS
 
 SCHEMA = 1
-DRIVER_OPTIONS: dict[str, tuple[str, ...]] = {"engine": (), "vllm": ("language_model_only", "gdn_prefill_backend")}
+INJECT = "inject"
+DRIVER_OPTIONS: dict[str, tuple[str, ...]] = {"engine": (INJECT,), "vllm": ("language_model_only", "gdn_prefill_backend")}
 """What a driver takes beyond COMMON_OPTIONS; docs/LEG_PROTOCOL.md says what each means."""
 AXES = (
     "total_throughput", "output_throughput", "request_throughput", "ttft_mean", "tpot_mean", "itl_p50", "e2e_mean",
@@ -110,6 +111,8 @@ class Spec:
     """Without a gate a series runs, and its verdict is withheld."""
     waivers: tuple[Waiver, ...] = ()
     """Without one every check of the idle gate refuses."""
+    calibration: bool = False
+    """Arms may be given faults, and nothing but `parity calibrate` runs it."""
 
 
 def load_spec(path: Path) -> Spec:
@@ -176,5 +179,19 @@ def _check_arms(spec: Spec, need: Need) -> None:
         known = (*COMMON_OPTIONS, *DRIVER_OPTIONS[arm.driver])
         for option in (*spec.options, *arm.options):
             need(option in known, f"{where}.options", option, f"one of {', '.join(known)}")
+            need(option != INJECT or spec.calibration, f"{where}.options.{INJECT}", arm.options.get(INJECT, spec.options.get(INJECT)),
+                 "faults are put into the arms of a calibration only; remove it")
+        if INJECT in arm.options:
+            _check_fault(arm.options[INJECT], f"{where}.options.{INJECT}", need)
         both = sorted(spec.options.keys() & arm.options.keys())
         need(not both, f"{where}.options", ", ".join(both), "set in [options] for all arms already; set it in one place")
+
+
+def _check_fault(fault: object, where: str, need: Need) -> None:
+    good = isinstance(fault, dict) and len(fault) == 1 and fault.keys() <= FAULTS.keys()
+    need(good, where, fault, f"a table of one fault: one of {', '.join(FAULTS)}")
+    assert isinstance(fault, dict)
+    name, value = next(iter(fault.items()))
+    low, high = FAULTS[name]
+    need(type(value) is type(low) and low <= value <= high, f"{where}.{name}", value,
+         f"a value of type {type(low).__name__} from {low} to {high}")

@@ -9,7 +9,7 @@ from pathlib import Path
 PARTS = {"engine": ("legs", "engine"), "vllm": ("legs",), "null": ("legs",), "harness": ("harness",)}
 """What each driver's stage holds; `harness` is never staged, only hashed for the record."""
 
-DATA = (("legs", "corpora"), ("legs", "references"), ("legs", "series"), ("legs", "oracles"))
+DATA = tuple(("legs", folder) for folder in ("corpora", "references", "series", "calibration", "nightly", "oracles"))
 """Folders that hold no code: no arm imports them, and the one corpus it reads is staged beside the code under its own hash."""
 
 

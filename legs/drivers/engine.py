@@ -18,7 +18,8 @@ from engine.api import LLM, SamplingParams, TokenScores
 from engine.errors import ConfigError, EngineError, RequestError
 from engine.kernels import devices
 from legs.client import Delta
-from legs.drivers.common import STAGE, main
+from legs.drivers.common import STAGE, Arm, main
+from legs.drivers.inject import INJECT, Injected
 from legs.protocol import TOP, LegRequest, Marks, sha256
 
 FIXED = {"enable_prefix_caching": False, "enable_chunked_prefill": True}
@@ -67,9 +68,10 @@ class EngineArm:
         """Nothing outlives the process."""
 
 
-def build(request: LegRequest, model_path: Path, marks: Marks) -> EngineArm:
+def build(request: LegRequest, model_path: Path, marks: Marks) -> Arm:
     """Load the checkpoint with the request's options; raises :class:`engine.errors.EngineError` for one that is not built."""
     options = dict(request.options)
+    fault = options.pop(INJECT, None)
     for name, value in FIXED.items():
         if (asked := options.pop(name, value)) != value:
             raise ConfigError(f"{name} is {asked!r}; this engine has only {value!r}")
@@ -77,7 +79,8 @@ def build(request: LegRequest, model_path: Path, marks: Marks) -> EngineArm:
     marks("load_start")
     llm = LLM(model_path, marks, **options)
     marks("loaded")
-    return EngineArm(llm, params)
+    arm = EngineArm(llm, params)
+    return arm if fault is None else Injected(arm, request)
 
 
 def packages() -> dict[str, str]:
