@@ -66,6 +66,40 @@ def ab(
 
 
 @app.command()
+def calibrate(
+    out: Annotated[Path | None, typer.Option(help="Folder for the evidence; must not exist. [default: series/calibration-TIME]")] = None,
+    resume: Annotated[Path | None, typer.Option(metavar="DIR", help="Go on with this calibration, or read it when complete.")] = None,
+    lock: LockOption = None, lock_timeout: LockTimeoutOption = None, as_json: JsonOption = False,
+) -> int:
+    """Inject known faults into real legs of our engine: does this instrument notice each? Exit 0 when every case is as expected."""
+    from harness.calibrate import calibrate as carry_out
+    from harness.machine.lock import lock_path
+    from harness.report.calibration import page
+
+    folder = _folder("calibration", out, resume)
+    record = carry_out(repository_root(), folder.absolute(), resume is not None, lock_path(lock), lock_timeout, err_console)
+    print(json.dumps(record, indent=2) if as_json else page(record))
+    return Exit.PASS if record["ok"] else Exit.FAIL
+
+
+@app.command()
+def nightly(
+    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="A list of series, such as legs/nightly/quick.toml.")],
+    out: Annotated[Path | None, typer.Option(help="Folder for the evidence; must not exist. [default: series/CONFIG-TIME]")] = None,
+    lock: LockOption = None, lock_timeout: LockTimeoutOption = None,
+) -> int:
+    """Run a list of series and write one page about them, also to the file that GITHUB_STEP_SUMMARY names; exit by the worst verdict."""
+    from harness.machine.lock import lock_path
+    from harness.nightly import load_nightly, run_nightly, worst
+    from harness.report.nightly import publish
+
+    asked, folder = load_nightly(repository_root(), config), _folder(config.stem, out, None).absolute()
+    nights = run_nightly(repository_root(), asked, folder, lock_path(lock), lock_timeout, err_console)
+    print(publish(folder, asked.title, nights))
+    return worst(nights)
+
+
+@app.command()
 def plan(spec: SpecArgument, as_json: JsonOption = False) -> int:
     """Print what a series would run, leg by leg, without running anything."""
     from harness.report.terminal import print_plan
@@ -302,13 +336,16 @@ def _carry_out(
 ) -> int:
     from harness.machine.lock import lock_path
 
-    if out is not None and resume is not None:
-        raise typer.BadParameter("give --out for a new series or --resume for an old one, not both")
-    stamp = datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ")
-    folder = resume or out or Path("series") / f"{spec.stem}-{stamp}"
+    folder = _folder(spec.stem, out, resume)
     summary = run(repository_root(), spec, folder.absolute(), resume is not None, lock_path(lock), lock_timeout, err_console)
     _show_summary(summary, folder, as_json)
     return int(summary["exit_code"])
+
+
+def _folder(name: str, out: Path | None, resume: Path | None) -> Path:
+    if out is not None and resume is not None:
+        raise typer.BadParameter("give --out for a new series or --resume for an old one, not both")
+    return resume or out or Path("series") / f"{name}-{datetime.now(UTC).strftime('%Y%m%dT%H%M%SZ')}"
 
 
 def _show_summary(summary: dict[str, Any], series: Path, as_json: bool) -> None:
@@ -353,7 +390,7 @@ def _run(arguments: list[str]) -> int:
     except (CannotResume, EvidenceError, BrokenSeal, FileExistsError) as error:
         return fail(Exit.ERROR, str(error))
     except (KeyboardInterrupt, typer.Abort):
-        return fail(Exit.INTERRUPTED, "interrupted; go on with `parity run-series SPEC --resume DIR`")
+        return fail(Exit.INTERRUPTED, "interrupted; a series or a calibration goes on with `--resume DIR`")
 
 
 if __name__ == "__main__":

@@ -18,8 +18,14 @@ from legs.protocol import to_json
 
 def summarize_series(path: Path) -> dict[str, Any]:
     """The summary of a sealed series; writes nothing.  Raises BrokenSeal and EvidenceError."""
+    return load_summary(path)[1]
+
+
+def load_summary(path: Path) -> tuple[Series, dict[str, Any]]:
+    """A sealed series and its summary; writes nothing.  Raises BrokenSeal and EvidenceError."""
     check_seal(path)
-    return summarize(load_series(path))
+    series = load_series(path)
+    return series, summarize(series)
 
 
 def compare_dirs(before: Path, after: Path) -> dict[str, Any]:

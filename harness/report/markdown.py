@@ -10,6 +10,7 @@ from typing import Any
 from harness.analysis.ratios import AXES, GPU_MEMORY, THROUGHPUT
 from harness.report import sections
 from harness.report.ab import ab_section
+from harness.report.calibration import calibration_line
 from harness.report.text import (
     AXIS_NAMES,
     NONE,
@@ -63,6 +64,7 @@ def _verdict(summary: Summary) -> list[str]:
     lines += [f"- {cell(line)}" for line in summary["contention"]["lines"]]
     if not summary["binding"]:
         lines.append("- not binding: the working tree was changed, or could not be read, so its commit does not name the code that ran")
+    lines.append(calibration_line(summary))
     return [*lines, ""]
 
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from harness.evidence.calibrations import PAGE, calibrations, read_record
 from harness.evidence.layout import MANIFEST, REPORT
 from harness.evidence.records import RECORDS, Record, read_records, standing
 from harness.evidence.schema import EvidenceError
 from harness.report.build import summarize_series
+from harness.report.calibration import cases, sees
 from harness.report.text import NONE, Markup, absolute, cell, interval, ratio, short, table
 
 ROWS = 40
@@ -33,12 +35,23 @@ def render_scoreboard(results: Path) -> str:
         raise EvidenceError(f"{RECORDS}: speaks of {', '.join(lost)}, which is not in results/")
     series = [(summarize_series(folder), folder.name) for folder in folders]
     series.sort(key=lambda pair: (pair[0]["started_utc"] or "", pair[1]), reverse=True)
+    tail = [] if not (made := calibrations(results)) else ["## Calibration", "", *_calibrations(made)]
     if not series:
-        return f"{HEAD}\nNo committed series yet.\n"
+        return "\n".join([f"{HEAD}\nNo committed series yet.\n", *tail]).rstrip("\n") + "\n"
     rows = [row for summary, name in series[:ROWS] for row in _rows(summary, name, spoken.get(name))]
     header = ["series", "model", "verdict", "ours / base", "tok/s", "95 % interval", "blocks", "total", "TTFT", "TPOT", "peak PSS", "seal"]
     older = [f"{len(series) - ROWS} older series are in results/.", ""] if len(series) > ROWS else []
-    return "\n".join([HEAD, *table(header, rows), *older]).rstrip("\n") + "\n"
+    return "\n".join([HEAD, *table(header, rows), *older, *tail]).rstrip("\n") + "\n"
+
+
+def _calibrations(made: list[Path]) -> list[str]:
+    """What the instrument was seen to notice, computed again from the evidence, newest first."""
+    found = [(read_record(path), path.name) for path in made]
+    found.sort(key=lambda pair: (pair[0]["started_utc"] or "", pair[1]), reverse=True)
+    lines = []
+    for record, name in found:
+        lines += [f"[{cell(name)}](../results/{name}/{PAGE}), machine {record['machine']['host']}: {sees(record)}.", "", *cases(record)]
+    return lines
 
 
 def _rows(summary: dict[str, Any], name: str, record: Record | None) -> list[list[str]]:

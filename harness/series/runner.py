@@ -12,6 +12,7 @@ from typing import Any
 from rich.console import Console
 
 from harness.evidence import layout, store
+from harness.evidence.calibrations import RESULTS, find_quote
 from harness.machine.identity import machine_record, repository_record
 from harness.machine.idle import check_idle
 from harness.machine.idle_rule import IdleLimits, limits_from_environment
@@ -66,15 +67,19 @@ def prepare(root: Path, spec_path: Path) -> Prepared:
 
 
 def run_series(
-    root: Path, spec_path: Path, out: Path, resume: bool, lock_path: Path, lock_timeout_s: float | None, console: Console
+    root: Path, spec_path: Path, out: Path, resume: bool, lock_path: Path, lock_timeout_s: float | None, console: Console,
+    calibration: bool = False,
 ) -> dict[str, Any]:
-    """Carry a series out into `out` and return its summary.
+    """Carry a series out into `out` and return its summary; one whose arms may have faults only when `calibration` says so.
 
     Raises :class:`Refused` when nothing ran, :class:`SpecError` for a wrong spec, :class:`CannotResume`; KeyboardInterrupt leaves a series
     that `resume` continues at its first incomplete block.
     """
     prepared = prepare(root, spec_path)
     plan, spec = prepared.plan, prepared.spec
+    if spec.calibration != calibration:
+        raise SpecError(
+            spec_path.name, "calibration", spec.calibration, "`parity calibrate` runs the series of a calibration, and no other")
     try:
         model, model_record = check_model(root, spec.model)
         lengths = _prompt_lengths(root, spec, spec_path.name)
@@ -126,15 +131,15 @@ def _prompt_lengths(root: Path, spec: Spec, file: str) -> list[int]:
 
 
 def _begin(root: Path, out: Path, prepared: Prepared, model_record: dict[str, Any]) -> None:
-    drivers = _drivers(prepared.plan)
+    drivers, machine = _drivers(prepared.plan), machine_record()
     store.create_series(out)
     write_atomic(out / "spec.toml", prepared.spec_bytes)
     write_atomic(out / "plan.json", to_json(prepared.plan))
     write_atomic(out / "series.json", to_json({
-        "schema": SCHEMA, "name": prepared.spec.name, "plan_digest": prepared.plan["digest"], "machine": machine_record(),
+        "schema": SCHEMA, "name": prepared.spec.name, "plan_digest": prepared.plan["digest"], "machine": machine,
         "repository": repository_record(root), "model": model_record, "python": sys.version.split()[0],
         "code_sha256": {driver: code_sha256(root, driver) for driver in drivers},
-        "harness_sha256": code_sha256(root, "harness"),
+        "harness_sha256": code_sha256(root, "harness"), "calibration": find_quote(root / RESULTS, machine["host"]),
     }))
     store.record(out, ["spec.toml", "plan.json", "series.json"])
     corpus = corpus_path(prepared.spec.workload.corpus)

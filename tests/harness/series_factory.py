@@ -40,6 +40,10 @@ class Recipe:
     pss_mib: dict[str, int] = dataclasses.field(default_factory=lambda: {"on": 300, "off": 600, "pin": 900})
     together: tuple[str, ...] = ()
     """Arms that prefill all waiting requests in one step, so that their requests also end together."""
+    stalls: dict[str, int] = dataclasses.field(default_factory=dict)
+    """How many steps of an arm take two and a half times as long."""
+    injected: dict[str, float] = dataclasses.field(default_factory=dict)
+    """What an arm says it injected, as a share of its window."""
     noise: float = 0.004
     seed: int = 1
     ceiling_us: int | None = None
@@ -55,6 +59,8 @@ class Recipe:
     planned_gate: bool = True
     statuses: dict[str, list[str]] = dataclasses.field(default_factory=dict)
     """Statuses of a block's attempts by its name (`performance-2`), default one that is ok."""
+    reasons: str | None = None
+    """Why an attempt is not ok."""
     tokens: Callable[[str, str, int, Outputs], Outputs] | None = None
     """(arm, phase, repetition, outputs) -> outputs."""
     sealed: bool = True
@@ -71,10 +77,11 @@ class Recipe:
 class _Engine:
     """A made-up engine: one prefill a step (or all at once), one id a step for every request in flight."""
 
-    def __init__(self, step_ns: int, max_tokens: int, together: bool) -> None:
+    def __init__(self, step_ns: int, max_tokens: int, together: bool, stalls: int) -> None:
         self.now, self.step_ns, self.max_tokens, self.together = 10**12, step_ns, max_tokens, together
         self.waiting: list[int] = []
         self.running: dict[int, int] = {}
+        self.steps, self.stalled = 0, frozenset(20 + 70 * n for n in range(stalls))
 
     def clock(self) -> int:
         self.now += 1
@@ -84,7 +91,8 @@ class _Engine:
         self.waiting.append(index)
 
     def step(self) -> list[Delta]:
-        self.now += self.step_ns
+        self.steps += 1
+        self.now += self.step_ns * (5 if self.steps in self.stalled else 2) // 2
         admitted = len(self.waiting) if self.together else min(1, len(self.waiting))
         self.running |= dict.fromkeys(self.waiting[:admitted], 0)
         del self.waiting[:admitted]
@@ -182,7 +190,7 @@ def _attempts(path: Path, recipe: Recipe, plan: dict[str, Any], rng: random.Rand
         order = block["order"] if status == "ok" else block["order"][:1]
         for position, arm in enumerate(order):
             _leg(path, recipe, plan, rng, place, arm, roles[arm], status, position)
-        _block(path, place, order, status)
+        _block(path, place, order, status, recipe.reasons)
         record_tree(path, layout.block_folder(path, *place).relative_to(path).as_posix())
 
 
@@ -212,7 +220,7 @@ def _leg(path: Path, recipe: Recipe, plan: dict[str, Any], rng: random.Random, p
     protocol.write_request(folder, request)
     _write(folder / layout.IDLE, idle_record(*recipe.cards.get(request.leg, [{}])))
     step_ns = round(recipe.step_us[arm] * 1000 * (1 + recipe.noise * rng.uniform(-1, 1)))
-    engine = _Engine(step_ns, recipe.max_tokens, arm in recipe.together)
+    engine = _Engine(step_ns, recipe.max_tokens, arm in recipe.together, recipe.stalls.get(arm, 0))
     traces, outputs = closed_loop(engine, [[1] * recipe.prompt] * recipe.requests, recipe.concurrency, clock=engine.clock)
     if recipe.tokens is not None:
         outputs = recipe.tokens(arm, phase, repetition, outputs)
@@ -238,12 +246,18 @@ def _result(folder: Path, request: protocol.LegRequest, role: str, recipe: Recip
         "device": {"kind": "cpu", "name": "Synthetic CPU", "count": 1},
         "resolved": {**dict.fromkeys(protocol.COMMON_OPTIONS), "dtype": "float32", "depth": 1, "attention_backend": "reference",
                      **recipe.options.get(request.arm, {})},
-        "counters": {"steps": 10, "mixed_steps": None, "preemptions": 0, "prefix_cache_hits": 0}, "pids": [1],
+        "counters": {"steps": 10, "mixed_steps": None, "preemptions": 0, "prefix_cache_hits": 0, **_injected(recipe, request.arm, traces)},
+        "pids": [1],
         "counts": {"requests": len(traces), "prompt_tokens": recipe.requests * recipe.prompt, "output_tokens": sum(map(len, outputs))},
         "files": {protocol.TRACES: protocol.write_traces(folder, traces), protocol.OUTPUTS: protocol.write_outputs(folder, outputs)},
         "sys_path": [],
     }
     _write(folder / protocol.RESULT, result)
+
+
+def _injected(recipe: Recipe, arm: str, traces: list[protocol.Trace]) -> dict[str, int]:
+    window = max(trace.stamps[-1][0] for trace in traces) - min(trace.submitted_ns for trace in traces)
+    return {"injected_ns": round(window * recipe.injected[arm])} if arm in recipe.injected else {}
 
 
 def _marks(folder: Path, traces: list[protocol.Trace]) -> list[dict[str, Any]]:
@@ -279,11 +293,11 @@ def memory_stream(stable: int, marks: list[dict[str, Any]], rng: random.Random) 
     return protocol.to_gzip("".join(json.dumps(row) + "\n" for row in rows).encode())
 
 
-def _block(path: Path, place: tuple[str, int, int], order: list[str], status: str) -> None:
+def _block(path: Path, place: tuple[str, int, int], order: list[str], status: str, reason: str | None = None) -> None:
     phase, repetition, attempt = place
     _write(layout.block_folder(path, phase, repetition, attempt) / layout.BLOCK, {
         "schema": 1, "phase": phase, "repetition": repetition if phase in ("memory", "performance") else None, "attempt": attempt,
-        "order": order, "status": status, "reasons": [] if status == "ok" else [f"planted {status}"],
+        "order": order, "status": status, "reasons": [] if status == "ok" else [reason or f"planted {status}"],
     })
 
 
