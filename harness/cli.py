@@ -364,6 +364,7 @@ def main() -> None:
 
 
 def _run(arguments: list[str]) -> int:
+    from harness.calibrate import CalibrationVoid
     from harness.evidence.schema import EvidenceError
     from harness.evidence.store import BrokenSeal
     from harness.machine.lock import LockError
@@ -387,6 +388,8 @@ def _run(arguments: list[str]) -> int:
         return fail(Exit.USAGE, str(error))
     except (Refused, OracleError, LockError) as error:
         return fail(Exit.REFUSED, str(error))
+    except CalibrationVoid as error:
+        return fail(Exit.VOID, str(error))
     except (CannotResume, EvidenceError, BrokenSeal, FileExistsError) as error:
         return fail(Exit.ERROR, str(error))
     except (KeyboardInterrupt, typer.Abort):

@@ -99,6 +99,18 @@ def test_a_calibration_goes_on_where_it_stopped_and_is_read_again(runs: Runs, tm
     assert before == {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} and len(runs.ran) == len(SERIES)
 
 
+def test_a_void_series_is_kept_aside_and_run_again(runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out"
+    runs.changes["tail"] = {"statuses": {"performance-1": ["void"] * 3}, "reasons": "foreign cpu: pid 9 (cron)"}
+    for times in (1, 2):
+        assert cli._run(["calibrate", *(["--resume", str(out)] if times == 2 else ["--out", str(out)])]) == 3
+        assert "tail: performance-1: none of 3 attempts is ok, the last is void: foreign cpu: pid 9" in capsys.readouterr().err
+    del runs.changes["tail"]
+    assert cli._run(["calibrate", "--resume", str(out)]) == 0
+    assert [name for name, _ in runs.ran] == ["times", "tail", "tail", *SERIES[1:]]
+    assert {path.name for path in out.iterdir() if path.is_dir()} == {*SERIES, "tail-void-1", "tail-void-2", "record"}
+
+
 def test_a_case_that_is_not_as_expected_is_a_fail(runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     runs.changes["leak"] = {"pss_mib": {"leak": 900, "a": 900}}
     assert cli._run(["calibrate", "--out", str(tmp_path / "out")]) == 1
