@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from harness.analysis import near_tie
 from harness.analysis.ceiling import CLIENT_BOUND, ClientShare
 from harness.analysis.tokens import LegDiff
 from harness.evidence import layout
@@ -12,6 +13,11 @@ from harness.evidence.schema import MEASURED, Leg, Series
 from harness.verdict import Exit
 
 Reasons = list[str]
+Record = Mapping[str, Any] | None
+"""The near-tie record of a series, as `evidence/near_ties.py` gives it."""
+
+NOT_JUDGED = ("the plan has no correctness gate and no near-tie record lies beside the series, so nobody judged our ids; have its oracle "
+              "judge them: `parity near-tie DIR`")
 
 NOT_THE_PIN = {
     "eager": "ran without compilation or graphs, slower than in production, so the ratio flatters the other arm",
@@ -21,8 +27,9 @@ NOT_THE_PIN = {
 """What a role other than ours and pin means for a reader."""
 
 
-def series_failures(series: Series) -> tuple[Exit | None, Reasons]:
-    """ERROR or VOID with its reasons when the series as a whole cannot count, else (None, [])."""
+def series_failures(series: Series, record: Record = None) -> tuple[Exit | None, Reasons]:
+    """ERROR or VOID with its reasons when the series as a whole cannot count, else (None, []).  Ids that its near-tie record calls wrong
+    void it."""
     errors = _changed_arms(series)
     voids: Reasons = []
     not_run: Reasons = []
@@ -40,9 +47,10 @@ def series_failures(series: Series) -> tuple[Exit | None, Reasons]:
         text = f"{name}: none of {len(ended)} attempts is ok, the last is {last['status']}: {why}"
         (voids if last["status"] == "void" else errors).append(text)
     if series.gate is not None and not series.gate["ok"] and not_run:
-        voids += [f"no timing on wrong tokens: {reason}" for reason in _correctness(series)]
+        voids += [f"no timing on wrong tokens: {reason}" for reason in _correctness(series, record)]
     if not_run and not (errors or voids):
         errors.append("the series did not run to its end; go on with `--resume`")
+    voids += near_tie.void_reasons(record) if record is not None else []
     tail = [f"not run: {', '.join(not_run)}"] if not_run else []
     if errors:
         return Exit.ERROR, [*errors, *voids, *tail]
@@ -78,14 +86,16 @@ def refusal(ours: Leg, base: Leg) -> str | None:
     return None if a == b else f"refused: clients differ, {ours.arm} is {a} and {base.arm} is {b}; a ratio over two clients is none"
 
 
-def withheld(series: Series, diffs: list[LegDiff], shares: Mapping[str, ClientShare], ours: Leg, base: Leg) -> Reasons:
+def withheld(
+    series: Series, record: Record, diffs: list[LegDiff], shares: Mapping[str, ClientShare], ours: Leg, base: Leg
+) -> Reasons:
     """Why the numbers of a pair are shown without a verdict; empty when they may have one."""
     roles = {leg.arm: leg.record["role"] for leg in (ours, base)}
     reasons = [f"no verdict: {role} ({arm} {NOT_THE_PIN[role]})" for arm, role in roles.items() if role in NOT_THE_PIN]
     reasons += [f"no verdict: CLIENT-BOUND ({arm} ran at up to {share.share:.0%} of the client's ceiling, {CLIENT_BOUND:.0%} is the limit: "
                 "the client's own time pulls the ratio towards 1)" for arm, share in shares.items() if arm in roles and share.bound]
     if "ours" in roles.values():
-        reasons += [f"no verdict: {reason}" for reason in (*_correctness(series), *_wrong_tokens(diffs))]
+        reasons += [f"no verdict: {reason}" for reason in (*_correctness(series, record), *_wrong_tokens(diffs))]
     return reasons
 
 
@@ -99,11 +109,17 @@ def _wrong_tokens(diffs: list[LegDiff]) -> Reasons:
     return reasons
 
 
-def _correctness(series: Series) -> Reasons:
-    """The gate must be there, be the planned one, and have passed every case; a skipped case is not a passed one."""
+def _correctness(series: Series, record: Record) -> Reasons:
+    """The gate must be there, be the planned one, and have passed every case; a skipped case is not a passed one.
+
+    A plan without one, whose workload has no stored reference, is judged by its near-tie record instead: by the oracle's own band.
+    """
     gate, planned = series.gate, series.plan["correctness"]
+    if planned is None and record is not None:
+        return []  # what it calls wrong has voided the series; our arms must agree with each other as ever
     if planned is None:
-        return ["the plan has no correctness gate"]
+        judges = any(arm["oracle"] is not None for arm in series.plan["arms"])
+        return [NOT_JUDGED if judges else "the plan has no correctness gate"]
     if gate is None:
         return ["the correctness gate did not run"]
     reasons = []

@@ -13,17 +13,27 @@ likeliest).  The comparisons are prefill against decode at one batch size, and b
 `identical`; else a `near-tie` when neither gap exceeds a band above 0; else `wrong`.  With a jitter of 0 nothing but identity passes.
 
 The method is that of vllm.cpp's near-tie scripts, whose fixed limit of 0.5 nats is replaced by the oracle's own jitter.
+
+The band cannot see a fault whose every id costs less than the band.  So our ids are also shown beside the oracle's own, reported and not
+judged, since another rounding is no fault and moves both figures:
+
+    exact share   requests that equal the oracle's outputs: ours, and those of the oracle run one by one; each with its Clopper-Pearson
+                  interval, and p of Fisher's exact test (one-sided) that ours is no lower
+    cost          mean gap(t) of an id, in nats, under one and the same scorer: of ours, and of the ids the oracle wrote at the series' own
+                  batch size; p of the rank sum test over requests (Mann and Whitney 1947, one-sided, ties corrected) that ours is no higher
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
+from scipy import stats
 
+from harness.analysis.coverage import share
 from harness.analysis.tokens import Outputs, diff_tokens
 from harness.evidence.schema import EvidenceError
 from legs.protocol import Scored, anchor
@@ -108,14 +118,20 @@ def band_of(found: Sequence[Jitter]) -> float:
 
 def worst_gap(scored: Scored, mask: Mask) -> tuple[float | None, int]:
     """(the worst gap, its position); (None, position) at the first id that was masked where it stands."""
-    worst, where = -math.inf, 0
+    found = gaps(scored, mask)
+    if None in found:
+        return None, found.index(None)
+    where = max(range(len(found)), key=lambda t: found[t] or 0.0)
+    return found[where], where
+
+
+def gaps(scored: Scored, mask: Mask) -> list[float | None]:
+    """gap(t) at each position in nats; None for an id that was masked where it stands."""
+    found: list[float | None] = []
     for t, (token, own) in enumerate(zip(scored.ids, scored.logprobs, strict=True)):
-        if token in mask.at(t):
-            return None, t
         best = max((value for other, value in scored.top[t] if other not in mask.at(t)), default=own)
-        if best - own > worst:
-            worst, where = best - own, t
-    return worst, where
+        found.append(None if token in mask.at(t) else best - own)
+    return found
 
 
 def judge(prompts: Outputs, ours: Outputs, oracle: Outputs, scores: Sequence[Scored], band: float, mask: Mask) -> list[Judgement]:
@@ -165,10 +181,57 @@ def agreement(a: str, b: str, first: Outputs, second: Outputs) -> dict[str, Any]
     return {"a": a, "b": b, "identical": diff.identical, "of": diff.of}
 
 
+def beside(identical: int, ours: Sequence[Scored], own_agreement: Mapping[str, Any], own: Sequence[Scored], mask: Mask) -> dict[str, Any]:
+    """Our ids beside the oracle's own, as the module's head says; `own_agreement` is the row of the oracle run one by one.
+
+    A cost is None, and so is its p, where an id was masked: it has none.
+    """
+    k, n, of = identical, len(ours), int(own_agreement["of"])
+    costs, own_costs = ([_cost(one, mask) for one in side] for side in (ours, own))
+    known = [[cost for cost in side if cost is not None] for side in (costs, own_costs)]
+    whole = len(known[0]) == len(costs) and len(known[1]) == len(own_costs)
+    return {
+        "exact": asdict(share(k, n)), "oracle_exact": asdict(share(own_agreement["identical"], of)),
+        "exact_p": float(stats.hypergeom.cdf(k, n + of, k + own_agreement["identical"], n)),
+        "cost": float(np.mean(known[0])) if whole else None, "oracle_cost": float(np.mean(known[1])) if whole else None,
+        "cost_p": _rank_sum(*known) if whole else None,
+    }
+
+
+def _cost(scored: Scored, mask: Mask) -> float | None:
+    found = [gap for gap in gaps(scored, mask) if gap is not None]
+    return float(np.mean(found)) if len(found) == len(scored.ids) else None
+
+
+def _rank_sum(ours: Sequence[float], own: Sequence[float]) -> float:
+    """p that ours is no higher; 1 where all values are one and nothing can be told."""
+    if len({*ours, *own}) == 1:
+        return 1.0
+    return float(stats.mannwhitneyu(ours, own, alternative="greater", method="asymptotic").pvalue)
+
+
+def brief(record: Mapping[str, Any]) -> dict[str, Any]:
+    """A record as a summary holds it: of the requests only those that are not identical."""
+    arms = [{**arm, "requests": [row for row in arm["requests"] if row["label"] != IDENTICAL]} for arm in record["arms"]]
+    return {**record, "arms": arms}
+
+
 def void_reasons(record: Mapping[str, Any]) -> list[str]:
-    """Why a near-tie record voids its series: one reason for each of our arms with wrong ids, none when all differences are near-ties."""
-    return [
-        f"near-tie: {arm['wrong']} of {arm['of']} outputs of {', '.join(arm['legs'])} are wrong by the oracle's own band "
-        f"({record['band']:.3g} nats)"
-        for arm in record["arms"] if arm["wrong"]
-    ]
+    """Why a near-tie record voids its series: one reason for each of our outputs with wrong ids, which names the first of them; none when
+    all differences are near-ties.
+    """
+    reasons = []
+    for arm in record["arms"]:
+        if not arm["wrong"]:
+            continue
+        first = next(row for row in arm["requests"] if row["label"] == WRONG)
+        reasons.append(
+            f"near-tie: {arm['wrong']} of {arm['of']} outputs of {', '.join(arm['legs'])} are wrong by the oracle's own band "
+            f"({record['band']:.3g} nats), first request {first['request']}, position {first['position']}: {first['ours']} for "
+            f"{first['oracle']}, gap {nats(first['gap'])}, worst gap {nats(first['worst_gap'])} at position {first['worst_position']}")
+    return reasons
+
+
+def nats(value: float | None) -> str:
+    """A gap for people; `unknown` where the oracle does not name the id."""
+    return "unknown" if value is None else f"{value:.3g}"

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Mapping
 from typing import Any
 
-from harness.analysis import ab, gates
+from harness.analysis import ab, gates, near_tie
 from harness.analysis.ceiling import CLIENT_BOUND, Ceiling, ClientShare, client_ceiling, client_share
 from harness.analysis.contention import contention, mark
 from harness.analysis.metrics import LegMetrics, leg_metrics
@@ -33,15 +34,18 @@ OCCUPANCY_TOLERANCE = 0.01
 """Arms whose mean in-flight counts differ by more than this share are not equally loaded, and the summary says so."""
 
 
-def summarize(series: Series) -> dict[str, Any]:
-    """Sum up a loaded series.  What the evidence says becomes the verdict and its reasons; only an unknown axis raises EvidenceError."""
+def summarize(series: Series, record: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Sum up a loaded series, with the near-tie `record` of it (`evidence/near_ties.py`) where there is one.
+
+    What the evidence says becomes the verdict and its reasons; only an unknown axis raises EvidenceError.
+    """
     if (axis := series.plan["verdict"]["primary"]) not in AXES:
         raise EvidenceError(f"{PLAN}: field `verdict.primary` is {axis!r}, expected one of {', '.join(AXES)}")
     arms = {arm: _arm(series, arm) for arm in series.arms}
     values: Values = {arm: {axis: axis_values(arms[arm], axis) for axis in AXES} for arm in series.arms}
     for arm, axes in values.items():
         arms[arm]["means"] = {name: mean(axes[name]) for name in AXES}
-    failed, reasons = gates.series_failures(series)
+    failed, reasons = gates.series_failures(series, record)
     try:
         diffs = series_diffs(series)
         if ab.difference(series.plan) is not None:
@@ -50,7 +54,7 @@ def summarize(series: Series) -> dict[str, Any]:
         diffs, failed, reasons = [], Exit.ERROR, [str(error), *reasons]
     ceiling = client_ceiling(series.ceiling.traces) if series.ceiling else None
     shares = _client_shares(series, ceiling)
-    pairs = [_pair(series, diffs, values, shares, pair, failed) for pair in series.plan["pairs"]]
+    pairs = [_pair(series, record, diffs, values, shares, pair, failed) for pair in series.plan["pairs"]]
     primary = pairs[0]
     if failed is None and (broken := [reason for pair in pairs for reason in pair["errors"]]):
         failed, reasons = Exit.ERROR, broken
@@ -76,6 +80,7 @@ def summarize(series: Series) -> dict[str, Any]:
         "ceiling": _ceiling_row(series, ceiling, shares),
         "occupancy_warnings": _occupancy_warnings(series, arms),
         "correctness": series.gate,
+        "near_tie": None if record is None else near_tie.brief(record),
         "notes": [f"{leg.name}: {note}" for arm in series.arms for leg in series.legs(arm) for note in leg.record.get("notes", [])],
         "attempts": [_attempt_row(attempt) for attempt in series.attempts],
         "started_utc": min((leg.record["started_utc"] for attempt in series.attempts for leg in attempt.legs.values()), default=None),
@@ -172,7 +177,10 @@ def axis_values(arm: dict[str, Any], axis: str) -> list[float | None]:
     return [leg[name][statistic] if leg[name] is not None else None for leg in arm["performance"]]
 
 
-def _pair(series: Series, diffs: list[LegDiff], values: Values, shares: Shares, pair: list[str], failed: Exit | None) -> dict[str, Any]:
+def _pair(
+    series: Series, record: Mapping[str, Any] | None, diffs: list[LegDiff], values: Values, shares: Shares, pair: list[str],
+    failed: Exit | None,
+) -> dict[str, Any]:
     """All axes of one pair.  `refused`: no ratios at all; `withheld`: ratios without a verdict; `errors`: the arithmetic does not hold."""
     ours, base = (series.legs(arm) for arm in pair)
     out: dict[str, Any] = {
@@ -183,7 +191,7 @@ def _pair(series: Series, diffs: list[LegDiff], values: Values, shares: Shares, 
         return {**out, "refused": f"refused: no accepted block of {pair[0]} and {pair[1]}"}
     if refused := gates.refusal(ours[0], base[0]):
         return {**out, "refused": refused}
-    out["withheld"] = gates.withheld(series, diffs, shares, ours[0], base[0])
+    out["withheld"] = gates.withheld(series, record, diffs, shares, ours[0], base[0])
     difference = ab.difference(series.plan)
     blocks = [leg_diff for leg_diff in diffs if leg_diff.kind == "ab"]
     if difference is not None:

@@ -1,13 +1,14 @@
-"""`parity verify`: everything a series folder says, checked against its raw evidence.  Reads only, and needs nothing but the folder.
+"""`parity verify`: everything a series folder says, checked against its raw evidence.  Reads only, and needs nothing but the folder and
+the near-tie record beside it, where there is one.
 
-The seal proves the evidence; summary.json is recomputed and compared to nine digits, report.md byte for byte, and each plot by what is
-drawn in it: the curves relative to their axes, and every text.  A plot's own bytes also tell fonts and the version of the library.
+The seal proves the evidence, and a near-tie record is judged anew from its scores; summary.json is recomputed and compared to nine
+digits, report.md byte for byte, and each plot by what is drawn in it: the curves relative to their axes, and every text.  A plot's own
+bytes also tell fonts and the version of the library.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import re
 import xml.etree.ElementTree as ET
 from dataclasses import dataclass
@@ -16,13 +17,14 @@ from pathlib import Path
 from typing import Any
 
 from harness.analysis.summary import summarize
+from harness.evidence.differences import brief, first_difference
 from harness.evidence.layout import PLOTS, REPORT, SUMMARY
+from harness.evidence.near_ties import find_record, folder_of
 from harness.evidence.schema import load_series
 from harness.evidence.store import check_seal, read_manifest
 from harness.report.build import figures
 from harness.report.markdown import render
 
-DIGITS = 1e-9
 DRAWN = 1e-3
 """How far two points may lie apart, as a share of the axes: far below the width of a line."""
 NUMBER = re.compile(r"-?\d+(?:\.\d+)?(?:e-?\d+)?")
@@ -42,9 +44,13 @@ def verify(series: Path) -> list[Check]:
     check_seal(series)
     manifest = read_manifest(series)
     loaded = load_series(series)
-    summary = summarize(loaded)
-    checks = [Check(name="seal", scope=f"{len(manifest.files)} files, chain {manifest.head[:12]}", difference=None),
-              _summary(series / SUMMARY, summary), _report(series / REPORT, render(summary))]
+    record = find_record(series, loaded)
+    summary = summarize(loaded, record)
+    checks = [Check(name="seal", scope=f"{len(manifest.files)} files, chain {manifest.head[:12]}", difference=None)]
+    if record is not None:
+        scope = f"{len(read_manifest(folder_of(series)).files)} files, chain {record['head'][:12]}, judged anew from its scores"
+        checks.append(Check(name=folder_of(series).name, scope=scope, difference=None))
+    checks += [_summary(series / SUMMARY, summary), _report(series / REPORT, render(summary))]
     drawn = figures(loaded, summary)
     checks += [_plot(series / PLOTS / name, drawn[name]) for name in drawn]
     return checks + [Check(name=f"{PLOTS}/{path.name}", scope="a file", difference="belongs to no plot of this series; remove it")
@@ -56,46 +62,33 @@ def to_lines(checks: list[Check]) -> list[str]:
     return [f"{'ok  ' if check.difference is None else 'DIFF'} {check.name}: {check.difference or check.scope}" for check in checks]
 
 
-def first_difference(stored: Any, computed: Any, where: str = "") -> str | None:
-    """The first place at which two JSON values differ, as `a.b[2]: x is stored, y is computed`; numbers with a fraction to nine digits."""
-    if isinstance(stored, dict) and isinstance(computed, dict):
-        for key in sorted(stored.keys() | computed.keys()):
-            place = f"{where}.{key}" if where else key
-            if key not in stored or key not in computed:
-                return f"{place}: is {'not stored' if key not in stored else 'stored, and nothing computes it'}"
-            if found := first_difference(stored[key], computed[key], place):
-                return found
-        return None
-    if isinstance(stored, list) and isinstance(computed, list) and len(stored) == len(computed):
-        differences = (first_difference(a, b, f"{where}[{i}]") for i, (a, b) in enumerate(zip(stored, computed, strict=True)))
-        return next((found for found in differences if found), None)
-    if isinstance(stored, float) and isinstance(computed, float) and math.isclose(stored, computed, rel_tol=DIGITS, abs_tol=0.0):
-        return None
-    if type(stored) is type(computed) and stored == computed:
-        return None
-    return f"{where}: {_brief(stored)} is stored, {_brief(computed)} is computed"
-
-
-def _brief(value: Any) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= 60 else text[:57] + "..."
-
-
 def _summary(path: Path, computed: dict[str, Any]) -> Check:
     difference = _missing(path)
     if difference is None:
         try:
-            difference = first_difference(json.loads(path.read_bytes()), computed)
+            stored = json.loads(path.read_bytes())
+            difference = _other_record(stored, computed) or first_difference(stored, computed)
         except ValueError as error:
             difference = f"is not JSON: {error}"
     return Check(name=SUMMARY, scope="recomputed, equal to nine digits", difference=difference)
+
+
+def _other_record(stored: Any, computed: dict[str, Any]) -> str | None:
+    """Whether a summary was made with another near-tie record than the one beside the series, or with none: it speaks of other evidence."""
+    then, now = ((one.get("near_tie") or {}).get("head") for one in (stored if isinstance(stored, dict) else {}, computed))
+    if then == now:
+        return None
+    was = "without a near-tie record" if then is None else f"with the near-tie record {then[:12]}"
+    if now is None:
+        return f"near_tie: was made {was}, which does not lie beside the series; put it back, or make the summary anew: `parity report DIR`"
+    return f"near_tie: was made {was}, and {now[:12]} lies beside the series; make the summary anew with it: `parity report DIR`"
 
 
 def _report(path: Path, computed: str) -> Check:
     difference = _missing(path)
     if difference is None and (stored := path.read_bytes()) != computed.encode():
         lines = zip_longest(stored.decode(errors="replace").split("\n"), computed.split("\n"))
-        unlike = (f"line {number}: {_brief(a)} is stored, {_brief(b)} is computed" for number, (a, b) in enumerate(lines, 1) if a != b)
+        unlike = (f"line {number}: {brief(a)} is stored, {brief(b)} is computed" for number, (a, b) in enumerate(lines, 1) if a != b)
         difference = next(unlike, "is not UTF-8")
     return Check(name=REPORT, scope="recomputed, equal byte for byte", difference=difference)
 

@@ -9,6 +9,7 @@ from typing import Any
 from harness.analysis.drift import compare_series
 from harness.analysis.summary import summarize
 from harness.evidence.layout import PLOTS, REPORT, SUMMARY
+from harness.evidence.near_ties import find_record
 from harness.evidence.schema import Series, load_series
 from harness.evidence.store import BrokenSeal, check_seal
 from harness.report.markdown import render
@@ -22,28 +23,28 @@ def summarize_series(path: Path) -> dict[str, Any]:
 
 
 def load_summary(path: Path) -> tuple[Series, dict[str, Any]]:
-    """A sealed series and its summary; writes nothing.  Raises BrokenSeal and EvidenceError."""
+    """A sealed series and its summary, with the near-tie record beside it where there is one; writes nothing.
+
+    Raises BrokenSeal and EvidenceError, also for a record that does not hold or is of another series.
+    """
     check_seal(path)
     series = load_series(path)
-    return series, summarize(series)
+    return series, summarize(series, find_record(path, series))
 
 
 def compare_dirs(before: Path, after: Path) -> dict[str, Any]:
     """What moved between two sealed series (`analysis/drift.py`).  Raises BrokenSeal and EvidenceError."""
-    for path in (before, after):
-        check_seal(path)
-    a, b = load_series(before), load_series(after)
-    return compare_series(a, b, (summarize(a), summarize(b)))
+    (a, summary_a), (b, summary_b) = load_summary(before), load_summary(after)
+    return compare_series(a, b, (summary_a, summary_b))
 
 
 def build_report(path: Path) -> dict[str, Any]:
     """Prove the seal of a series, then write summary.json, report.md and plots/*.svg in it and return the summary.
 
-    Raises BrokenSeal when the evidence is not what was recorded, EvidenceError when it cannot be read as a series.
+    Raises BrokenSeal when the evidence is not what was recorded, EvidenceError when it cannot be read as a series, or when the near-tie
+    record beside it does not hold or is of another series.
     """
-    check_seal(path)
-    series = load_series(path)
-    summary = summarize(series)
+    series, summary = load_summary(path)
     (path / PLOTS).mkdir(exist_ok=True)
     for name, figure in figures(series, summary).items():
         if figure is not None:

@@ -7,6 +7,7 @@ from typing import Any
 
 from harness.evidence.calibrations import PAGE, calibrations, read_record
 from harness.evidence.layout import MANIFEST, REPORT
+from harness.evidence.near_ties import SUFFIX
 from harness.evidence.records import RECORDS, Record, read_records, standing
 from harness.evidence.schema import EvidenceError
 from harness.report.build import summarize_series
@@ -30,7 +31,7 @@ def render_scoreboard(results: Path) -> str:
     Raises BrokenSeal or EvidenceError, naming the series' file, when any of them is not what was recorded.
     """
     spoken = standing(read_records(results))
-    folders = sorted(path.parent for path in results.glob(f"*/{MANIFEST}"))
+    folders = sorted(path.parent for path in results.glob(f"*/{MANIFEST}") if not path.parent.name.endswith(SUFFIX))
     if lost := sorted(spoken.keys() - {folder.name for folder in folders}):
         raise EvidenceError(f"{RECORDS}: speaks of {', '.join(lost)}, which is not in results/")
     series = [(summarize_series(folder), folder.name) for folder in folders]

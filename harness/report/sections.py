@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from harness.evidence.layout import CEILING
+from harness.report.near_tie import near_tie_section
 from harness.report.text import (
     MIB,
     NONE,
@@ -253,5 +254,6 @@ def _reproduce(summary: Summary) -> list[str]:
     ]
 
 
-ALL = (_tokens, _correctness, _latencies, _occupancy, _ceiling, _memory, watched, _attempts, _notes, _identities, _machine, _reproduce)
+ALL = (_tokens, _correctness, near_tie_section, _latencies, _occupancy, _ceiling, _memory, watched, _attempts, _notes, _identities,
+       _machine, _reproduce)
 """In the order in which a report shows them."""

@@ -11,6 +11,7 @@ from rich.table import Table
 from harness.analysis.ratios import AXES
 from harness.report.ab import ab_lines
 from harness.report.markdown import verdict_line
+from harness.report.near_tie import headlines
 from harness.report.text import AXIS_NAMES, interval, percent, ratio
 
 SAME_AS_TOTAL = ("output_throughput", "request_throughput")
@@ -43,7 +44,7 @@ def print_plan(plan: dict[str, Any], console: Console) -> None:
 def print_summary(summary: dict[str, Any], series: Path, console: Console) -> None:
     """The verdict line, its reasons, and a table of ratios for each pair."""
     console.print(verdict_line(summary).replace("**", ""), markup=False, highlight=False, soft_wrap=True)
-    for reason in [*summary["reasons"], *summary["contention"]["lines"]]:
+    for reason in [*summary["reasons"], *summary["contention"]["lines"], *headlines(summary)]:
         console.print(f"  {reason}", markup=False, highlight=False, soft_wrap=True)
     for pair in summary["pairs"]:
         if pair["refused"] or not pair["axes"]:

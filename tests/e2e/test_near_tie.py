@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import platform
 import shutil
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 
-from harness import cli, near_tie
+from harness import cli
+from harness.analysis.gates import NOT_JUDGED
 from harness.evidence import store
+from harness.evidence.near_ties import find_record
+from harness.evidence.schema import load_series
+from harness.oracle import STAMP
+from harness.report.scoreboard import render_scoreboard
 from harness.series import leg, runner
-from legs.protocol import read_scores, to_json
+from legs.protocol import read_scores, sha256, to_json
 from tests.e2e import toy
 from tests.harness.machine.idle_records import idle_record
+from tests.harness.series_factory import reseal
 
 REQUESTS, IDS = 8, 8
 
@@ -38,6 +46,7 @@ cpu_flags = []
 accelerator = "none"
 [obtain]
 way = "site"
+lock = "toy.pins"
 megabytes = 0
 [environment]
 [production]
@@ -106,7 +115,9 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
     (root / "legs" / "drivers" / "vllm.py").write_text(head + SCORING + main + tail, encoding="utf-8")
     (root / "legs" / "oracles" / "toy.toml").write_text(ORACLE.format(
         python=".".join(platform.python_version_tuple()[:2]), machine=platform.machine()), encoding="utf-8")
-    (root / ".oracles" / "toy" / "stand-in").mkdir(parents=True)
+    (root / ".oracles" / "toy").mkdir(parents=True)
+    (root / "legs" / "oracles" / "toy.pins").write_text("nothing==0\n", encoding="utf-8")
+    (root / ".oracles" / "toy" / STAMP).write_text(sha256(b"nothing==0\n"), encoding="utf-8")
     written = spec.read_text(encoding="utf-8").replace("tokens = 4", f"tokens = {IDS}").replace("performance = 2", "performance = 1")
     written = written.replace("[limits]", '[arms.pin]\ndriver = "vllm"\noracle = "toy"\n[limits]').partition("[correctness]")[0]
     spec.write_text(written, encoding="utf-8")
@@ -173,8 +184,13 @@ def test_a_gap_beyond_the_band_is_wrong_and_fails(series: Path, oracle: Any, cap
     oracle("GAP, JITTER = 2e-5", "GAP, JITTER = 4e-5")
     assert cli._run(["near-tie", str(series)]) == 1
     assert "7/8 identical, 0 near-ties, 1 wrong" in capsys.readouterr().out
-    assert near_tie.rule.void_reasons(near_tie.find_record(series) or {}) == [
-        "near-tie: 1 of 8 outputs of performance-1-on, performance-1-off are wrong by the oracle's own band (3e-05 nats)"]
+    reason = ("near-tie: 1 of 8 outputs of performance-1-on, performance-1-off are wrong by the oracle's own band (3e-05 nats), first "
+              "request 2, position 1: 3 for 49, gap 4e-05, worst gap 4e-05 at position 1")
+    assert cli._run(["summarize", str(series)]) == 3, "what is wrong voids the series"
+    assert reason in capsys.readouterr().out
+    page = (series / "report.md").read_text(encoding="utf-8")
+    assert page.startswith("**VOID**") and reason in page and "| wrong |" in page
+    assert cli._run(["verify", str(series)]) == 0
 
 
 def test_an_oracle_without_jitter_lets_only_identity_pass(series: Path, oracle: Any, capsys: pytest.CaptureFixture[str]) -> None:
@@ -184,13 +200,14 @@ def test_an_oracle_without_jitter_lets_only_identity_pass(series: Path, oracle: 
 
 
 def test_a_record_is_read_again_and_not_run_again(series: Path, oracle: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    assert near_tie.find_record(series) is None
+    assert find_record(series, load_series(series)) is None
     assert cli._run(["near-tie", str(series)]) == 0
     first = capsys.readouterr().out
     oracle("def score_given", "def score_no_more")
     assert cli._run(["near-tie", str(series)]) == 0
     assert capsys.readouterr().out == first
-    assert near_tie.find_record(series) == record_of(series)
+    head = store.read_manifest(series.with_name("out-near-tie")).head
+    assert find_record(series, load_series(series)) == {**record_of(series), "head": head}
 
 
 def test_a_record_that_says_otherwise_than_its_scores_is_refused(series: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -199,9 +216,7 @@ def test_a_record_that_says_otherwise_than_its_scores_is_refused(series: Path, c
     (folder / "near_tie.json").write_bytes(to_json(record_of(series) | {"band": 1.0}))
     assert cli._run(["near-tie", str(series)]) == 4
     assert "near_tie.json: changed since it was recorded" in capsys.readouterr().err
-    (folder / "manifest.jsonl").unlink()
-    store.record(folder, store.unrecorded(folder))
-    store.seal(folder)
+    reseal(folder)
     assert cli._run(["near-tie", str(series)]) == 4
     assert "near_tie.json: is not what its evidence gives" in capsys.readouterr().err
 
@@ -212,9 +227,7 @@ def test_a_record_of_another_series_is_refused(series: Path, capsys: pytest.Capt
     origin = json.loads((folder / "origin.json").read_bytes())
     origin["series"]["head"] = "0" * 64
     (folder / "origin.json").write_bytes(to_json(origin))
-    (folder / "manifest.jsonl").unlink()
-    store.record(folder, store.unrecorded(folder))
-    store.seal(folder)
+    reseal(folder)
     capsys.readouterr()
     assert cli._run(["near-tie", str(series)]) == 4
     assert "was made for a series whose manifest ends in 000000000000" in capsys.readouterr().err
@@ -245,7 +258,7 @@ def test_a_scoring_that_cannot_be_judged_is_an_error_and_leaves_no_seal(
 def test_scores_are_kept_whole(series: Path) -> None:
     cli._run(["near-tie", str(series)])
     scores = read_scores(series.with_name("out-near-tie") / "score")
-    assert list(scores) == ["decode-1", "decode-2", "prefill-1", "prefill-2", "ours-1"]
+    assert list(scores) == ["decode-1", "decode-2", "prefill-1", "prefill-2", "own", "ours-1"]
     assert all(len(at) == 20 for of in scores.values() for one in of for at in one.top)
 
 
@@ -257,3 +270,93 @@ def test_a_held_lock_refuses(series: Path, tmp_path: Path, capsys: pytest.Captur
         holder.kill()
     assert "lock" in capsys.readouterr().err
     assert not series.with_name("out-near-tie").exists()
+
+
+def summary_of(series: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((series / "summary.json").read_bytes())
+    return found
+
+
+def test_a_plan_without_a_reference_waits_for_its_record_and_is_judged_by_it(series: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert summary_of(series)["pairs"][0]["withheld"] == [f"no verdict: {NOT_JUDGED}"] and "`parity near-tie DIR`" in NOT_JUDGED
+    assert summary_of(series)["near_tie"] is None
+    assert "Not judged: no near-tie record" in (series / "report.md").read_text(encoding="utf-8")
+    assert cli._run(["near-tie", str(series)]) == 0
+    assert "out: summary.json, report.md and plots made anew with it" in capsys.readouterr().err
+    after = summary_of(series)
+    assert after["pairs"][0]["withheld"] == []
+    assert after["near_tie"]["head"] == store.read_manifest(series.with_name("out-near-tie")).head
+    assert [row["request"] for row in after["near_tie"]["arms"][0]["requests"]] == [2], "identical ones are counted, not listed"
+    page = (series / "report.md").read_text(encoding="utf-8").replace("\u00a0", " ")
+    section = page.partition("## Near-ties")[2].partition("\n## ")[0]
+    for text in ("| performance-1-on and 1 more | 8 | 7 | 1 | 0 | 2e-05 |", "Its band is 3e-05 nats: 3 times the largest 99.9th percentile",
+                 "exact share 7/8 (47 % to 100 %), the oracle's own 8/8 (63 % to 100 %)", "| performance-1-pin / decode-1 | 8/8 |",
+                 "| prefill against decode, batch 2 | 1e-05 | 1e-05 | 1280 | 64 |",
+                 "| performance-1-on and 1 more | 2 | 1 | 3 | 49 | 2e-05 | 2e-05 | 1 | near-tie |"):
+        assert text in section
+    assert cli._run(["verify", str(series)]) == 0
+    assert "ok   out-near-tie: " in capsys.readouterr().out
+
+
+def test_verify_says_when_a_record_came_or_went_after_the_summary(series: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = {name: (series / name).read_bytes() for name in ("summary.json", "report.md")}
+    cli._run(["near-tie", str(series)])
+    folder = series.with_name("out-near-tie")
+    for name, data in before.items():
+        (series / name).write_bytes(data)
+    capsys.readouterr()
+    assert cli._run(["verify", str(series)]) == 1
+    head = store.read_manifest(folder).head[:12]
+    assert (f"DIFF summary.json: near_tie: was made without a near-tie record, and {head} lies beside the series; make the summary anew "
+            "with it: `parity report DIR`") in capsys.readouterr().out
+    cli._run(["report", str(series)])
+    assert cli._run(["verify", str(series)]) == 0
+    folder.rename(folder.with_name("hidden"))
+    capsys.readouterr()
+    assert cli._run(["verify", str(series)]) == 1
+    assert f"was made with the near-tie record {head}, which does not lie beside the series; put it back" in capsys.readouterr().out
+
+
+def unseal(folder: Path) -> None:
+    path = folder / "manifest.jsonl"
+    path.write_text("".join(path.read_text(encoding="utf-8").splitlines(keepends=True)[:-1]), encoding="utf-8")
+
+
+def link(folder: Path) -> None:
+    folder.rename(folder.with_name("elsewhere"))
+    folder.symlink_to("elsewhere")
+
+
+def other_corpus(folder: Path) -> None:
+    """The scores' own prompts, in a file that is not the series' corpus."""
+    corpus = next(folder.glob("stage/*/legs/corpora/*"))
+    corpus.write_bytes(gzip.compress(gzip.decompress(corpus.read_bytes()), 1))
+    reseal(folder)
+
+
+@pytest.mark.parametrize(("spoil", "said"), [
+    (unseal, "a scoring that did not end"),
+    (lambda folder: (folder / "score" / "scores.json.gz").write_bytes(b""), "score/scores.json.gz: changed since it was recorded"),
+    (lambda folder: ((folder / "origin.json").write_bytes(b"{}"), reseal(folder)), "cannot be read as a near-tie record"),
+    (other_corpus, "the corpus changed"), (link, "is no folder"),
+], ids=["unsealed", "changed", "no record", "other corpus", "a link"])
+def test_a_record_that_does_not_hold_is_refused_and_never_passed_over(
+    series: Path, capsys: pytest.CaptureFixture[str], spoil: Callable[[Path], object], said: str
+) -> None:
+    cli._run(["near-tie", str(series)])
+    spoil(series.with_name("out-near-tie"))
+    for command in ("summarize", "report", "verify"):
+        capsys.readouterr()
+        assert cli._run([command, str(series)]) == 4
+        told = capsys.readouterr().err
+        assert "ERROR: out-near-tie: " in told and said in told
+
+
+def test_a_record_elsewhere_is_no_record_of_the_series(series: Path, tmp_path: Path) -> None:
+    assert cli._run(["near-tie", str(series), "--out", str(tmp_path / "another")]) == 0
+    assert summary_of(series)["near_tie"] is None and cli._run(["verify", str(series)]) == 0
+
+
+def test_the_scoreboard_lists_a_series_with_its_record_once(series: Path) -> None:
+    cli._run(["near-tie", str(series)])
+    assert render_scoreboard(series.parent).count("[out](") == 1

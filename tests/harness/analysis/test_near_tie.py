@@ -164,12 +164,63 @@ def test_self_agreement_counts_requests() -> None:
     assert near_tie.agreement("x", "y", [[1, 2], [3, 4]], [[1, 2], [3, 5]]) == {"a": "x", "b": "y", "identical": 1, "of": 2}
 
 
+def row(label: str, request: int = 0, **changes: object) -> dict[str, object]:
+    return {"request": request, "label": label, "position": 5, "ours": 7, "oracle": 8, "gap": 0.5, "worst_gap": 0.75, "worst_position": 9,
+            **changes}
+
+
 def test_only_wrong_voids() -> None:
-    record = {"band": 1.2e-4, "arms": [{"legs": ["performance-1-on"], "of": 16, "near_ties": 3, "wrong": 0}]}
+    """The reason names the first wrong request, its position and both gaps, the band, and every leg with these ids."""
+    arm = {"legs": ["memory-1-on", "memory-1-off"], "of": 16, "wrong": 0, "requests": [row("near-tie")]}
+    record = {"band": 1.2e-4, "arms": [arm]}
     assert void_reasons(record) == []
-    record["arms"][0]["wrong"] = 2  # type: ignore[index]
+    arm |= {"wrong": 2, "requests": [row("near-tie"), row("wrong", 3, gap=None), row("wrong", 4)]}
     assert void_reasons(record) == [
-        "near-tie: 2 of 16 outputs of performance-1-on are wrong by the oracle's own band (0.00012 nats)"]
+        "near-tie: 2 of 16 outputs of memory-1-on, memory-1-off are wrong by the oracle's own band (0.00012 nats), first request 3, "
+        "position 5: 7 for 8, gap unknown, worst gap 0.75 at position 9"]
+
+
+def costly(cost: float) -> Scored:
+    """One id of the two likeliest, `cost` nats below the best: 10 positions, so the mean is the cost."""
+    return scored([2] * 10, [{1: -0.5, 2: -0.5 - cost}] * 10 if cost else [{2: -0.5, 1: -0.5}] * 10)
+
+
+def test_ours_beside_the_oracle_by_hand() -> None:
+    """3 of 8 ours against 7 of 8: p = P(X <= 3) of the hypergeometric, (C(8,3) C(8,7) + C(8,2) C(8,8)) / C(16,10) = 476/8008.  Ranks: ours
+    all above its own, U = 16 of 16, mean 8, variance 12 without ties: z = 7.5 / sqrt(12).
+    """
+    found = near_tie.beside(3, [costly(c) for c in (0.5, 0.6, 0.7, 0.8, 0, 0, 0, 0)], {"identical": 7, "of": 8}, [costly(0.1)] * 4, NONE)
+    assert (found["exact"]["k"], found["exact"]["n"], found["oracle_exact"]["k"]) == (3, 8, 7)
+    assert found["exact_p"] == pytest.approx(476 / 8008)
+    assert found["cost"] == pytest.approx(2.6 / 8) and found["oracle_cost"] == pytest.approx(0.1)
+    ours, own = ([costly(c) for c in costs] for costs in ((0.5, 0.6, 0.7, 0.8), (0, 0.1, 0.2, 0.3)))
+    ranked = near_tie.beside(0, ours, {"identical": 4, "of": 4}, own, NONE)
+    assert ranked["cost_p"] == pytest.approx(0.5 * math.erfc(7.5 / math.sqrt(12) / math.sqrt(2)))
+    assert near_tie.beside(8, [costly(0)] * 8, {"identical": 8, "of": 8}, [costly(0)] * 8, NONE)["cost_p"] == 1.0, "nothing to tell apart"
+
+
+def test_cheaper_ids_than_the_oracles_raise_no_doubt() -> None:
+    found = near_tie.beside(8, [costly(0)] * 8, {"identical": 4, "of": 8}, [costly(0.3)] * 8, NONE)
+    assert found["cost_p"] > 0.99 and found["exact_p"] > 0.95
+
+
+def test_a_masked_id_has_no_cost_and_none_is_made_up() -> None:
+    found = near_tie.beside(0, [costly(0.1)] * 4, {"identical": 4, "of": 4}, [costly(0.1)] * 4, Mask(ids=frozenset({2}), until=1))
+    assert (found["cost"], found["oracle_cost"], found["cost_p"]) == (None, None, None)
+
+
+def test_a_fault_below_the_band_shows_in_its_cost() -> None:
+    """Every id of 32 requests 0.02 nats below the best or at it, where the oracle's own are so in one of ten: no gap leaves a band of 1."""
+    generator = random.Random(1)
+
+    def written(share: float) -> list[Scored]:
+        costs = [[0.02 * (generator.random() < share) for _ in range(32)] for _ in range(32)]
+        return [scored([2] * 32, [{1: -0.5, 2: -0.5 - cost} if cost else {2: -0.5, 1: -0.6} for cost in one]) for one in costs]
+
+    own, healthy, faulty = written(0.1), written(0.1), written(0.3)
+    assert near_tie.beside(20, healthy, {"identical": 20, "of": 32}, own, NONE)["cost_p"] > 0.05
+    assert near_tie.beside(20, faulty, {"identical": 20, "of": 32}, own, NONE)["cost_p"] < 1e-6
+    assert {judge([PROMPT], [[2] * 32], [[1] + [2] * 31], [one], 1.0, NONE)[0].label for one in faulty} == {"near-tie"}
 
 
 def test_random_ids_are_never_a_near_tie() -> None:
