@@ -21,7 +21,7 @@ from harness.evidence.schema import load_series
 from harness.oracle import STAMP
 from harness.report.scoreboard import render_scoreboard
 from harness.series import leg, runner
-from legs.protocol import read_scores, sha256, to_json
+from legs.protocol import read_jobs, read_scores, sha256, to_json
 from tests.e2e import toy
 from tests.harness.machine.idle_records import idle_record
 from tests.harness.series_factory import reseal
@@ -259,6 +259,8 @@ def test_scores_are_kept_whole(series: Path) -> None:
     cli._run(["near-tie", str(series)])
     scores = read_scores(series.with_name("out-near-tie") / "score")
     assert list(scores) == ["decode-1", "decode-2", "prefill-1", "prefill-2", "own", "ours-1"]
+    follows = {job.name: job.follow for job in read_jobs(series.with_name("out-near-tie") / "score", REQUESTS)}
+    assert (follows["own"], follows["prefill-1"]) == ("decode-2", "decode-1"), "its own ids of the series' batch size, as ours are"
     assert all(len(at) == 20 for of in scores.values() for one in of for at in one.top)
 
 
