@@ -132,6 +132,7 @@ def _prompt_lengths(root: Path, spec: Spec, file: str) -> list[int]:
 
 def _begin(root: Path, out: Path, prepared: Prepared, model_record: dict[str, Any]) -> None:
     drivers, machine = _drivers(prepared.plan), machine_record()
+    quote = find_quote(root / RESULTS, machine["host"])
     store.create_series(out)
     write_atomic(out / "spec.toml", prepared.spec_bytes)
     write_atomic(out / "plan.json", to_json(prepared.plan))
@@ -139,7 +140,7 @@ def _begin(root: Path, out: Path, prepared: Prepared, model_record: dict[str, An
         "schema": SCHEMA, "name": prepared.spec.name, "plan_digest": prepared.plan["digest"], "machine": machine,
         "repository": repository_record(root), "model": model_record, "python": sys.version.split()[0],
         "code_sha256": {driver: code_sha256(root, driver) for driver in drivers},
-        "harness_sha256": code_sha256(root, "harness"), "calibration": find_quote(root / RESULTS, machine["host"]),
+        "harness_sha256": code_sha256(root, "harness"), "calibration": quote,
     }))
     store.record(out, ["spec.toml", "plan.json", "series.json"])
     corpus = corpus_path(prepared.spec.workload.corpus)

