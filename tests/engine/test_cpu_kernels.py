@@ -172,7 +172,7 @@ def test_layers_in_one_call_are_the_layers_one_by_one(form: str, kind: str, tmp_
     asked = []
     monkeypatch.setattr(dispatch, "serves_layers", lambda layers, x: asked.append(x.shape[0]))
     assert serve() == at_once
-    assert max(asked) == 1275 or form != "native"
+    assert max(asked) == 1275
 
 
 def test_the_engine_is_right_in_every_form(form: str, reference: Reference) -> None:

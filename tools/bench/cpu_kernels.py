@@ -37,7 +37,7 @@ from tools.bench.levers import Lever, setting
 from tools.bench.make_smollm2 import NAME
 
 FEW = 64
-"""Rows up to which W is read once; beyond, products go through AMX (linear.cpp)."""
+"""Rows up to which W is read once; beyond, it is split for AMX or packed (linear.cpp)."""
 OPTIONS: dict[str, Any] = {"dtype": "float32", "max_num_batched_tokens": 2048, "max_model_len": 512, "depth": 1}
 PROMPTS, DECODES, FEWER = "2,048 prompt tokens", "16 decodes", "4 decodes"
 
@@ -61,7 +61,7 @@ def swiglu_in_parts(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) 
 
 ROWS, PAGES, PLACE = "engine.kernels.cpu.binding:serves_rows", "engine.kernels.dispatch:reads_pages", "engine.kernels.dispatch:place_tokens"
 NORM, GATED = "engine.kernels.dispatch:add_rms_norm", "engine.kernels.dispatch:swiglu"
-AMX = "Products of many rows on AMX, float32 as three bfloat16 parts"
+MANY = "Products of many rows: on AMX, float32 as three bfloat16 parts; without it, by packed panels"
 ONCE = "Products of few rows: each weight read once, tokens as lanes"
 READ = "Attention reads the paged cache where it lies, decodes and chunks in one call"
 ADDED, PLACED = "RMSNorm with its add in one pass", "Rotation and cache write in one pass"
@@ -69,7 +69,7 @@ WALKED = "engine.kernels.dispatch:serves_layers"
 WHOLE = "All layers in one call, over memory that is kept"
 OPENED = "SwiGLU's gates opened as the product is stored"
 LEVERS = (
-    Lever(AMX, PROMPTS, "0.4: 5 of 6 products at 16 times AVX-512's rate, and what is read and written", ROWS, few_only,
+    Lever(MANY, PROMPTS, "0.4: 5 of 6 products at 16 times AVX-512's rate, and what is read and written", ROWS, few_only,
           binding.serves_rows, "Kept, well short of the prediction: memory is suspected, which products alone do not wait for."),
     Lever(ONCE, DECODES, "0.65: 40 ms of weights at memory's rate against 62", ROWS, many_only, binding.serves_rows, "Kept."),
     Lever(ONCE, FEWER, "0.6", ROWS, many_only, binding.serves_rows, "Kept."),

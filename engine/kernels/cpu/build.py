@@ -19,7 +19,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 
 FOLDER = Path(__file__).resolve().parent
-SOURCES = ("attention.cpp", "layers.cpp", "linear.cpp", "linear_few.cpp", "linear_many.cpp", "rows.cpp")
+SOURCES = ("attention.cpp", "layers.cpp", "linear.cpp", "linear_few.cpp", "linear_many.cpp", "linear_panels.cpp", "rows.cpp")
 HEADERS = ("amx.h", "vector.h")
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-fPIC", "-fopenmp")
 CACHE = Path(".cache", "vllm-parity", "kernels")
@@ -43,7 +43,6 @@ def load(path: Path) -> ctypes.CDLL:
     """The library at `path`.  Raises OSError when it cannot be loaded."""
     loaded = ctypes.CDLL(str(path))
     loaded.instructions.restype = ctypes.c_char_p
-    loaded.most_rows.restype = ctypes.c_int64
     return loaded
 
 

@@ -46,9 +46,9 @@ class Layers:
         inner, hidden = weights[0].gate_up.shape[0] // 2, weights[0].gate_up.shape[1]
         self._shape = _Shape(len(weights), hidden, heads, kv_heads, dim, inner, eps, scale)
 
-    def serve(self, rows: int) -> bool:
-        """Whether the library is there and does well with so many rows of float32 on the host."""
-        return self._plain and self.dim in binding.HEAD_DIMS and rows <= binding.most_rows()
+    def serve(self) -> bool:
+        """Whether the library is there and takes these layers: float32 on the host."""
+        return self._plain and self.dim in binding.HEAD_DIMS and binding.backend() is not None
 
     def forward(
         self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, cache: torch.Tensor, tables: torch.Tensor, slots: torch.Tensor,

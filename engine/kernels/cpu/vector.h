@@ -81,6 +81,19 @@ inline void transpose(Vector v[LANES]) {
     if constexpr (LANES == 16) exchange<8>(v);
 }
 
+// Rows as lanes: out[k * stride + r] = x[r, k] for r < LANES, rows that are not there as zero.
+inline void transpose_rows(const float* x, int rows, int64_t K, float* out, int64_t stride) {
+    int64_t k = 0;
+    for (; k + LANES <= K; k += LANES) {
+        Vector square[LANES];
+        for (int r = 0; r < LANES; ++r) square[r] = r < rows ? load(x + r * K + k) : Vector{};
+        transpose(square);
+        for (int i = 0; i < LANES; ++i) store(out + (k + i) * stride, square[i]);
+    }
+    for (; k < K; ++k)
+        for (int r = 0; r < LANES; ++r) out[k * stride + r] = r < rows ? x[r * K + k] : 0.f;
+}
+
 // exp(x) to about 1e-7 relative: x = n ln 2 + r with |r| <= ln(2) / 2, Taylor's series of degree 7 for exp(r); below -87 it is 0 or as good.
 inline Vector exponential(Vector x) {
     const Vector low = all(-87.f), high = all(88.f), shift = all(12582912.f);  // 1.5 * 2^23: adding it rounds to an integer
