@@ -61,7 +61,7 @@ def swiglu_in_parts(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) 
 
 ROWS, PAGES, PLACE = "engine.kernels.cpu.binding:serves_rows", "engine.kernels.dispatch:reads_pages", "engine.kernels.dispatch:place_tokens"
 NORM, GATED = "engine.kernels.dispatch:add_rms_norm", "engine.kernels.dispatch:swiglu"
-MANY = "Products of many rows: on AMX, float32 as three bfloat16 parts; without it, by packed panels"
+AMX = "Products of many rows on AMX, float32 as three bfloat16 parts"
 ONCE = "Products of few rows: each weight read once, tokens as lanes"
 READ = "Attention reads the paged cache where it lies, decodes and chunks in one call"
 ADDED, PLACED = "RMSNorm with its add in one pass", "Rotation and cache write in one pass"
@@ -69,7 +69,7 @@ WALKED = "engine.kernels.dispatch:serves_layers"
 WHOLE = "All layers in one call, over memory that is kept"
 OPENED = "SwiGLU's gates opened as the product is stored"
 LEVERS = (
-    Lever(MANY, PROMPTS, "0.4: 5 of 6 products at 16 times AVX-512's rate, and what is read and written", ROWS, few_only,
+    Lever(AMX, PROMPTS, "0.4: 5 of 6 products at 16 times AVX-512's rate, and what is read and written", ROWS, few_only,
           binding.serves_rows, "Kept, well short of the prediction: memory is suspected, which products alone do not wait for."),
     Lever(ONCE, DECODES, "0.65: 40 ms of weights at memory's rate against 62", ROWS, many_only, binding.serves_rows, "Kept."),
     Lever(ONCE, FEWER, "0.6", ROWS, many_only, binding.serves_rows, "Kept."),
