@@ -7,6 +7,7 @@ then made anew.
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -113,6 +114,7 @@ def _score(
         write_atomic(folder / RECORD, to_json(found))
         store.record(folder, store.unrecorded(folder))
         store.seal(folder)
+        shutil.rmtree(folder / layout.UNPACKED)
     finally:
         lock.release()
 

@@ -13,9 +13,9 @@ STAGE, CEILING, CORRECTNESS, WARMUP, BLOCKS = "stage", "ceiling", "correctness",
 GATE = "gate.json"
 LEG, BLOCK, IDLE, GUARD, MEMORY = "leg.json", "block.json", "idle.json", "guard.json", "memory.jsonl.gz"
 PAGE_CACHE, TELEMETRY = "page_cache.json", "telemetry.jsonl.gz"
-SUMMARY, REPORT, PLOTS, LOGS = "summary.json", "report.md", "plots", "logs"
+SUMMARY, REPORT, PLOTS, LOGS, UNPACKED = "summary.json", "report.md", "plots", "logs", "unpacked"
 
-DERIVED = frozenset({SUMMARY, REPORT, PLOTS, LOGS})
+DERIVED = frozenset({SUMMARY, REPORT, PLOTS, LOGS, UNPACKED})
 """Top-level names that are no evidence: rebuilt at will, or kept for people.  The manifest knows nothing of them."""
 
 NULL_ARM = "null"

@@ -1,7 +1,7 @@
 """Near-tie records: what lies beside a sealed series, and what it says of our ids, computed again whenever it is read.
 
     DIR-near-tie/origin.json      what was judged and where: series, model, machine, code, the arm of the oracle, the lock
-    DIR-near-tie/stage/…          the staged code of the oracle's driver
+    DIR-near-tie/stage/           the staged code of the oracle's driver, and the corpus, as one file
     DIR-near-tie/score/           the leg: request.json, score.json.gz, marks.jsonl, scores.json.gz, result.json, guard.json
     DIR-near-tie/near_tie.json    the judgement
     DIR-near-tie/manifest.jsonl   as of a series
@@ -22,7 +22,7 @@ from typing import Any
 from harness.analysis import near_tie as rule
 from harness.analysis.near_tie import IDENTICAL, NEAR_TIE, WRONG, Mask, NearTieError
 from harness.analysis.tokens import is_ours
-from harness.evidence import layout, store
+from harness.evidence import packed, store
 from harness.evidence.differences import first_difference
 from harness.evidence.schema import Series
 from legs.protocol import RESULT, ProtocolError, Scored, read_corpus, read_request, read_scores, to_json
@@ -87,8 +87,8 @@ def _read(folder: Path, series: Series) -> dict[str, Any]:
     if (named := str(origin["series"]["head"])) != series.head:
         raise NearTieError(f"was made for a series whose manifest ends in {named[:12]}, this one ends in {series.head[:12]}; remove it, or "
                            "give --out for a new record")
-    staged = next((folder / layout.STAGE).iterdir())
-    prompts = read_corpus(staged / read_request(folder / SCORE).corpus, series.plan["workload"]["corpus_sha256"]).prompts
+    with packed.opened(folder) as staged:
+        prompts = read_corpus(staged / read_request(folder / SCORE).corpus, series.plan["workload"]["corpus_sha256"]).prompts
     task = make_task(series, prompts, origin["eos_ids"])
     found = to_record(task, read_scores(folder / SCORE), json.loads((folder / SCORE / RESULT).read_bytes()), origin)
     if unlike := first_difference(json.loads((folder / RECORD).read_bytes()), json.loads(to_json(found))):

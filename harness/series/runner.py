@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 
 from rich.console import Console
 
-from harness.evidence import layout, store
+from harness.evidence import layout, packed, store
 from harness.evidence.calibrations import RESULTS, find_quote
 from harness.machine.identity import machine_record, repository_record
 from harness.machine.idle import check_idle
@@ -115,6 +116,7 @@ def run_series(
         _carry_out(context, prepared)
         _note_lock(out, segment, "released", lock.record())
         store.seal(out)
+        shutil.rmtree(out / layout.UNPACKED)
     finally:
         lock.release()
     return build_report(out)
@@ -144,8 +146,8 @@ def _begin(root: Path, out: Path, prepared: Prepared, model_record: dict[str, An
     }))
     store.record(out, ["spec.toml", "plan.json", "series.json"])
     corpus = corpus_path(prepared.spec.workload.corpus)
-    for folder in sorted({stage(root, driver, out, corpus)[0] for driver in drivers}):  # two drivers of the same files share their copy
-        store.record_tree(out, str(folder.relative_to(out)))
+    codes = {stage(root, driver, out, corpus)[1] for driver in drivers}  # two drivers of the same files share their copy
+    store.record(out, sorted(str(packed.archive(out, code).relative_to(out)) for code in codes))
 
 
 def _drivers(plan: dict[str, Any]) -> list[str]:

@@ -1,10 +1,12 @@
-"""Staging: an arm runs a copy of the code, never the repository.  The copy lies in the series, named by its own hash."""
+"""Staging: an arm runs a copy of the code, never the repository.  It lies in the series as one file, named by the
+code's hash, and unpacked beside it while legs run."""
 
 from __future__ import annotations
 
 import hashlib
-import shutil
 from pathlib import Path
+
+from harness.evidence import layout, packed
 
 PARTS = {"engine": ("legs", "engine"), "vllm": ("legs",), "null": ("legs",), "harness": ("harness",)}
 """What each driver's stage holds; `harness` is never staged, only hashed for the record."""
@@ -48,19 +50,21 @@ def code_sha256(root: Path, driver: str) -> str:
 
 
 def stage(root: Path, driver: str, series: Path, corpus: str) -> tuple[Path, str]:
-    """Copy the driver's code and the corpus (a path relative to `root`) into the series; returns (folder, SHA-256 of the code).
+    """Pack the driver's code and the corpus (a path relative to `root`) into the series; returns (folder to run from, SHA-256 of the code).
 
-    An existing copy is checked and used.  The arm itself checks the corpus against the hash it is asked for.
+    What is there already is checked and used.  The arm itself checks the corpus against the hash it is asked for.
     """
     wanted = code_sha256(root, driver)
-    target = series / "stage" / wanted[:12]
+    source, target = packed.archive(series, wanted), series / layout.UNPACKED / wanted[:12]
+    if not source.exists():
+        packed.pack(root, [*code_files(root, driver), Path(corpus)], source)
     if not target.exists():
-        scratch = target.with_name(f".{target.name}")
-        shutil.rmtree(scratch, ignore_errors=True)
-        for relative in (*code_files(root, driver), Path(corpus)):
-            (scratch / relative).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(root / relative, scratch / relative)
-        scratch.rename(target)
+        target.parent.mkdir(exist_ok=True)
+        try:
+            packed.unpack(source, target)
+        except ValueError as error:
+            raise StageError(f"{layout.STAGE}/{error}; begin a new series") from None
     if (found := code_sha256(target, driver)) != wanted:
-        raise StageError(f"stage/{target.name}: holds code {found[:12]}, {wanted[:12]} was staged; begin a new series")
+        raise StageError(f"{layout.UNPACKED}/{target.name}: holds code {found[:12]}, {wanted[:12]} was staged; remove the folder to have "
+                         "it unpacked again, or begin a new series")
     return target, wanted

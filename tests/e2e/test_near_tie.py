@@ -15,7 +15,7 @@ import pytest
 
 from harness import cli
 from harness.analysis.gates import NOT_JUDGED
-from harness.evidence import store
+from harness.evidence import packed, store
 from harness.evidence.near_ties import find_record
 from harness.evidence.schema import load_series
 from harness.oracle import STAMP
@@ -331,8 +331,11 @@ def link(folder: Path) -> None:
 
 def other_corpus(folder: Path) -> None:
     """The scores' own prompts, in a file that is not the series' corpus."""
-    corpus = next(folder.glob("stage/*/legs/corpora/*"))
-    corpus.write_bytes(gzip.compress(gzip.decompress(corpus.read_bytes()), 1))
+    (archive,) = (folder / "stage").iterdir()
+    with packed.opened(folder) as staged:
+        corpus = next(staged.glob("legs/corpora/*"))
+        corpus.write_bytes(gzip.compress(gzip.decompress(corpus.read_bytes()), 1))
+        packed.pack(staged, [path.relative_to(staged) for path in sorted(staged.rglob("*")) if path.is_file()], archive)
     reseal(folder)
 
 

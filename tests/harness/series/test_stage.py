@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
+import tarfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from harness.evidence import packed
 from harness.series import arms
 from harness.series.stage import StageError, code_sha256, repository_root, stage
 
@@ -46,6 +50,40 @@ def test_an_edited_stage_is_refused(tree: Path, tmp_path: Path) -> None:
     (folder / "engine" / "api.py").write_text("# edited\n", encoding="utf-8")
     with pytest.raises(StageError, match="was staged"):
         stage(tree, "engine", tmp_path / "series", CORPUS)
+
+
+def test_the_archive_alone_is_evidence_and_gives_the_copy_back(tree: Path, tmp_path: Path) -> None:
+    one, two = tmp_path / "one", tmp_path / "two"
+    folder, sha = stage(tree, "engine", one, CORPUS)
+    os.utime(tree / "engine" / "api.py", (1, 1))
+    (tree / "engine" / "api.py").chmod(0o755)
+    stage(tree, "engine", two, CORPUS)
+    assert packed.archive(one, sha).read_bytes() == packed.archive(two, sha).read_bytes()
+    shutil.rmtree(folder)
+    assert stage(tree, "engine", one, CORPUS) == (folder, sha)
+    assert (folder / CORPUS).read_bytes() == (tree / CORPUS).read_bytes()
+    assert [path.parent.name for path in one.rglob("*.tar.xz")] == ["stage"]
+
+
+def cut(archive: Path) -> None:
+    archive.write_bytes(archive.read_bytes()[:40])
+
+
+def linked(archive: Path) -> None:
+    with tarfile.open(archive, "w:xz") as out:
+        entry = tarfile.TarInfo("engine/api.py")
+        entry.type, entry.linkname = tarfile.SYMTYPE, "/etc/hostname"
+        out.addfile(entry)
+
+
+@pytest.mark.parametrize(("spoil", "said"), [(cut, "cannot be unpacked"), (linked, r"engine/api\.py is no plain file")])
+def test_an_archive_that_is_none_is_refused(tree: Path, tmp_path: Path, spoil: Callable[[Path], None], said: str) -> None:
+    folder, sha = stage(tree, "engine", tmp_path / "series", CORPUS)
+    shutil.rmtree(folder)
+    spoil(packed.archive(tmp_path / "series", sha))
+    with pytest.raises(StageError, match=said):
+        stage(tree, "engine", tmp_path / "series", CORPUS)
+    assert not folder.exists()
 
 
 def test_a_symlink_is_refused(tree: Path, tmp_path: Path) -> None:
