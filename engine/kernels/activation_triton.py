@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_wait
 
 from engine.kernels import dependent
 
@@ -15,8 +13,7 @@ BLOCK = 1024
 
 @triton.jit
 def _silu_mul_kernel(gate_up, out, inner, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
-    if DEPENDENT:
-        gdc_wait()
+    dependent.start(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < inner
@@ -34,7 +31,3 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
         gate_up, out, inner, BLOCK=BLOCK, num_warps=4, **dependent.options())
     return out
 
-
-def swiglu(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
-    """See `activation.swiglu_reference`."""
-    return F.linear(silu_mul(F.linear(x, gate_up)), down)

@@ -13,7 +13,6 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_wait
 
 from engine.kernels import dependent
 from engine.kernels.paged_triton import blocks_of, places_of
@@ -36,8 +35,7 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, PACK: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr,  # noqa: N803
     BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, DEPENDENT: tl.constexpr,  # noqa: N803
 ):
-    if DEPENDENT:
-        gdc_wait()
+    dependent.start(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
     slot = tl.load(slots + row)

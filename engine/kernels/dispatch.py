@@ -134,9 +134,12 @@ def gdn_slots(
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """See `linear.linear_reference`; on the card that is cuBLAS."""
+    """See `linear.linear_reference`; on the card that is cuBLAS, but for few rows."""
     if x.is_cuda:
-        return linear_kernels.linear_reference(x, weight)
+        from engine.kernels import linear_triton
+
+        few = linear_triton.serves(x, weight)
+        return linear_triton.linear(x, weight) if few else linear_kernels.linear_reference(x, weight)
     if compiled.serves(x, weight) and compiled.serves_rows(x.shape[0]):
         return compiled.linear(x, weight)
     return linear_kernels.linear_cpu(x, weight)
@@ -147,7 +150,7 @@ def swiglu(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> torch.
     if x.is_cuda:
         from engine.kernels import activation_triton
 
-        return activation_triton.swiglu(x, gate_up, down)
+        return linear(activation_triton.silu_mul(linear(x, gate_up)), down)
     if compiled.serves(x, gate_up, down) and compiled.serves_rows(x.shape[0]):
         return compiled.linear(compiled.gate_up(x, gate_up), down)
     return activation.swiglu_cpu(x, gate_up, down)

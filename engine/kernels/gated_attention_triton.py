@@ -8,7 +8,6 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_wait
 
 from engine.kernels import dependent
 
@@ -21,8 +20,7 @@ def _place_kernel(  # type: ignore[no-untyped-def]
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, HALF: tl.constexpr,  # noqa: N803
     BLOCK_SIZE: tl.constexpr, DEPENDENT: tl.constexpr,  # noqa: N803
 ):
-    if DEPENDENT:
-        gdc_wait()
+    dependent.start(DEPENDENT)
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     is_query = head < HEADS
@@ -67,8 +65,7 @@ def _norm_weight(query_norm, key_norm, is_query, column, inside):  # type: ignor
 def _gate_kernel(  # type: ignore[no-untyped-def]
     out, projected, gated, width, projected_stride, DIM: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,  # noqa: N803
 ):
-    if DEPENDENT:
-        gdc_wait()
+    dependent.start(DEPENDENT)
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width

@@ -8,7 +8,6 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_wait
 
 from engine.kernels import dependent
 from engine.kernels.conv_triton import conv_decode
@@ -31,8 +30,7 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
     KEY_HEADS: tl.constexpr, HEADS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, WIDE_K: tl.constexpr, WIDE_V: tl.constexpr,  # noqa: N803
     DEPENDENT: tl.constexpr,  # noqa: N803
 ):
-    if DEPENDENT:
-        gdc_wait()
+    dependent.start(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     key, value = tl.arange(0, WIDE_K), tl.arange(0, WIDE_V)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_wait
 
 from engine.kernels import dependent
 
@@ -17,8 +16,7 @@ WARPS = 16
 def _norm_kernel(  # type: ignore[no-untyped-def]
     x, residual, weight, normed, total, width, x_stride, eps, ADD: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,  # noqa: N803
 ):
-    if DEPENDENT:
-        gdc_wait()
+    dependent.start(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < width

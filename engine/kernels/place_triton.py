@@ -8,7 +8,6 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from engine.kernels import dependent
 
@@ -28,9 +27,7 @@ def _place_kernel(  # type: ignore[no-untyped-def]
     QUERIES: tl.constexpr, TOTAL: tl.constexpr, HALF: tl.constexpr, WIDE: tl.constexpr, BLOCK_SIZE: tl.constexpr,  # noqa: N803
     NORM: tl.constexpr, HEADS: tl.constexpr, DEPENDENT: tl.constexpr,  # noqa: N803
 ):
-    if DEPENDENT:
-        gdc_wait()
-        gdc_launch_dependents()
+    dependent.start(DEPENDENT)
     token = tl.program_id(0).to(tl.int64)
     heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     half = tl.arange(0, WIDE)

@@ -50,8 +50,8 @@ CONTEXT, REPLAYS, ROWS = 1094, 200, (8, 16, 32)
 KINDS = {
     "_decode_kernel": "attention, decode", "_prefill_kernel": "attention, prefill", "_place_kernel": "qk-norm, RoPE, KV write",
     "_norm_kernel": "add, RMSNorm", "_silu_mul_kernel": "SiLU-mul", "_slice_kernel": "argmax", "_row_kernel": "argmax",
-    "_begin_kernel": "begin, advance", "_advance_kernel": "begin, advance", "gemm": "linears (cuBLAS)", "nvjet": "linears (cuBLAS)",
-    "cutlass": "linears (cuBLAS)", "splitk": "linears (cuBLAS)", "cublas": "linears (cuBLAS)",
+    "_begin_kernel": "begin, advance", "_advance_kernel": "begin, advance", "_few_kernel": "linears (ours)", "gemm": "linears (cuBLAS)",
+    "nvjet": "linears (cuBLAS)", "cutlass": "linears (cuBLAS)", "splitk": "linears (cuBLAS)", "cublas": "linears (cuBLAS)",
 }
 
 

@@ -17,6 +17,7 @@ from engine.kernels import (
     attention,
     attention_decode_triton,
     attention_prefill_triton,
+    linear_triton,
     norm,
     norm_triton,
     place,
@@ -85,6 +86,31 @@ def test_silu_mul(dtype: torch.dtype, rows: int, inner: int) -> None:
     gate_up = 3 * random(rows, 2 * inner, dtype=dtype)
     gate, up = gate_up.float().chunk(2, dim=-1)
     check(activation_triton.silu_mul(gate_up), torch.nn.functional.silu(gate) * up, dtype)
+
+
+@product_dtypes
+@pytest.mark.parametrize("splits", [1, 4])
+@pytest.mark.parametrize(("rows", "width", "inner"), [(1, 100, 256), (3, 64, 1216), (17, 300, 640), (32, 384, 2560)])
+def test_linear_of_few_rows(dtype: torch.dtype, splits: int, rows: int, width: int, inner: int) -> None:
+    """Also of rows that lie apart; each row's bits hang on that row alone, and nothing is left behind for the next product."""
+    x, weight = random(rows, 2 * inner, dtype=dtype)[:, :inner], random(width, inner, dtype=dtype) * inner**-0.5
+    tuning = linear_triton.PLAIN._replace(tile=64, stages=3, programs=splits * -(-width // 64))
+    found = linear_triton.linear(x, weight, tuning)
+    check(found, torch.nn.functional.linear(x.double().cpu(), weight.double().cpu()).to(DEVICE), dtype)
+    assert torch.equal(linear_triton.linear(x, weight, tuning), found)
+    padding = 16 if rows <= 16 else 32
+    others = torch.cat([x[-1:], random(padding - 1, inner, dtype=dtype, seed=2)])
+    assert torch.equal(linear_triton.linear(others, weight, tuning)[0], found[-1])
+
+
+def test_linear_serves_few_rows_of_whole_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear_triton, "MOST_ROWS", 32)
+    weight = random(64, 128, dtype=HALF)
+    assert linear_triton.serves(random(32, 128, dtype=HALF), weight)
+    assert not linear_triton.serves(random(33, 128, dtype=HALF), weight)
+    assert not linear_triton.serves(random(4, 96, dtype=HALF), random(64, 96, dtype=HALF))
+    assert not linear_triton.serves(random(4, 128, dtype=FLOAT), weight.float())
+    assert not linear_triton.serves(random(4, 128, dtype=HALF), random(128, 64, dtype=HALF).t())
 
 
 @dtypes
